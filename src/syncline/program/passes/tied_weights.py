@@ -1,0 +1,25 @@
+"""Parameters that several stages hold (a tied embedding and head): their gradients are summed before anyone reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.program.actions import Action, ClipGradients, ReduceReplicated
+from syncline.program.program import Program
+
+
+def sum_tied_gradients(program: Program) -> Program:
+    def change(rank: int, actions: Sequence[Action]) -> list[Action]:
+        sums = [
+            ReduceReplicated(bucket.id, "tied:" + ",".join(map(str, bucket.tie_stages)), bucket.tie)
+            for bucket in program.buckets(rank)
+            if bucket.tie is not None
+        ]
+        changed: list[Action] = []
+        for action in actions:
+            if isinstance(action, ClipGradients):
+                changed += sums
+            changed.append(action)
+        return changed
+
+    return program.map_ranks(change)

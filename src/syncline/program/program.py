@@ -1,0 +1,68 @@
+"""The program of one optimizer step: every rank's list of actions, and what is needed to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from syncline.program.actions import Action
+from syncline.program.factors import Factor
+from syncline.program.layout import Bucket, ParameterLayout
+from syncline.topology import AXES, Topology
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what the program moves and holds."""
+
+    gradient_itemsize: int = 4
+    reduce_itemsize: int = 4
+    activation_bytes: int = 0
+    """One micro-batch's hidden states between two stages; its gradient has the same size."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step on all ranks. Passes turn a program into another; they never change one in place."""
+
+    topology: Topology
+    layout: ParameterLayout
+    micro_batches: int
+    target: Factor
+    """What every gradient must have been multiplied by when the optimizer reads it."""
+    sizes: Sizes
+    ranks: tuple[tuple[Action, ...], ...]
+    peak_gradient_bytes: tuple[int, ...] = ()
+    """Per rank, by liveness; filled in by the builder once the last pass has run, and checked by the verifier."""
+
+    def stage(self, rank: int) -> int:
+        return self.topology.stage(rank)
+
+    @property
+    def last_stage(self) -> int:
+        return self.topology.pp - 1
+
+    def buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The buckets that `rank` holds."""
+        return self.layout.of_stage(self.stage(rank))
+
+    def bucket(self, id: int) -> Bucket:
+        return self.layout.buckets[id]
+
+    def gradient_bytes(self, bucket: int) -> int:
+        return self.layout.buckets[bucket].numel * self.sizes.gradient_itemsize
+
+    def members(self, rank: int, group: str) -> tuple[int, ...]:
+        """The global ranks, ascending, of the group of that name in which `rank` is."""
+        if group == "world":
+            return tuple(range(self.topology.world_size))
+        if group.startswith("tied:"):
+            stages = (int(stage) for stage in group.removeprefix("tied:").split(","))
+            return tuple(sorted(self.topology.neighbour(rank, pp=stage) for stage in stages))
+        axes = tuple(group.split("+"))
+        assert set(axes) <= set(AXES), f"unknown group {group}"
+        return self.topology.group(rank, axes)
+
+    def map_ranks(self, change: Callable[[int, Sequence[Action]], Sequence[Action]]) -> Program:
+        """The program in which each rank's actions are `change(rank, actions)`."""
+        return replace(self, ranks=tuple(tuple(change(rank, actions)) for rank, actions in enumerate(self.ranks)))

@@ -1,0 +1,97 @@
+"""Where a step's time goes, without ever making the device wait.
+
+On the CPU an action has taken effect when it returns, so the host's clock is right. On CUDA, events are recorded between phases and
+read when the step is reported, by which time they have passed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+
+class Phase(str, Enum):
+    """The parts of a step that are reported."""
+
+    FORWARD_BACKWARD = "forward_backward"
+    REDUCE_WAIT = "reduce_wait"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class ActionTime:
+    """When the host performed one action: seconds since the step began."""
+
+    position: int
+    start: float
+    end: float
+
+
+class Clock(Protocol):
+    """Marks the phases of one step."""
+
+    def restart(self) -> None:
+        """A new step begins."""
+
+    def enter(self, phase: Phase | None) -> None:
+        """From now on time belongs to `phase`; None ends the step."""
+
+    def seconds(self) -> dict[Phase, float]:
+        """Seconds spent in each phase of the finished step; may be called once the step's results are read."""
+
+
+class HostClock:
+    """For devices that compute while the host waits."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._spent = dict.fromkeys(Phase, 0.0)
+        self._phase: Phase | None = None
+        self._since = 0.0
+
+    def enter(self, phase: Phase | None) -> None:
+        if phase is self._phase:
+            return
+        now = time.perf_counter()
+        if self._phase is not None:
+            self._spent[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def seconds(self) -> dict[Phase, float]:
+        return dict(self._spent)
+
+
+class EventClock:
+    """For CUDA: events in the current stream."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._marks: list[tuple[Phase | None, torch.cuda.Event]] = []
+
+    def enter(self, phase: Phase | None) -> None:
+        if self._marks and self._marks[-1][0] is phase:
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+    def seconds(self) -> dict[Phase, float]:
+        spent = dict.fromkeys(Phase, 0.0)
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if phase is not None:
+                spent[phase] += start.elapsed_time(end) / 1000.0
+        return spent
+
+
+def clock_for(device: torch.device) -> Clock:
+    return EventClock() if device.type == "cuda" else HostClock()

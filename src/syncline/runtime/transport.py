@@ -1,0 +1,122 @@
+"""Activations and their gradients between neighbouring stages, of any shape, safely.
+
+A receive of another size than was sent corrupts memory or aborts the process, so a receiver never guesses: the sender announces
+dtype and shape in a small fixed-size header. Headers are remembered by what both sides know, the shape of the micro-batch, and are
+sent once for each, once per step, or with every message (`ShapeExchange`). Headers are not counted as traffic.
+
+Activations and gradients travel on communicators of their own, so that a stage's send down and its neighbour's send up never
+wait for one another.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.program.actions import PointToPoint
+from syncline.runtime.collectives import Traffic, waiting_for
+from syncline.strategy import ShapeExchange
+from syncline.topology import Topology
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+MAX_DIMENSIONS = 6
+DIRECTIONS = ("activation", "gradient")
+
+Key = tuple[int, str, tuple[int, ...]]
+"""Peer, direction, shape of the micro-batch."""
+
+Header = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Transport:
+    """Sends never block the caller; a tensor on its way is kept alive until it has left."""
+
+    def __init__(
+        self, topology: Topology, exchange: ShapeExchange, device: torch.device, traffic: Traffic, timeout: timedelta
+    ) -> None:
+        self._exchange = exchange
+        self._device = device
+        self._traffic = traffic
+        self._sent_headers: dict[Key, Header] = {}
+        self._received_headers: dict[Key, Header] = {}
+        self._leaving: list[tuple[dist.Work, Tensor, str]] = []
+        self._groups = _direction_groups(topology, timeout)
+
+    def send(self, action: PointToPoint, tensor: Tensor, micro_batch_shape: tuple[int, ...]) -> None:
+        """Start sending `tensor` to the action's peer."""
+        key = (action.peer, action.direction, micro_batch_shape)
+        header = (tensor.dtype, tuple(tensor.shape))
+        if self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._sent_headers:
+            self._start(_encode(header).to(self._device), action)
+            self._sent_headers[key] = header
+        assert header == self._sent_headers[key], "the same micro-batch shape gave another activation shape"
+        self._traffic.sent += tensor.numel() * tensor.element_size()
+        self._start(tensor.contiguous(), action)
+
+    def receive(self, action: PointToPoint, micro_batch_shape: tuple[int, ...]) -> Tensor:
+        """The tensor that the action's peer sent, once it is there."""
+        key = (action.peer, action.direction, micro_batch_shape)
+        if self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._received_headers:
+            header = torch.empty(2 + MAX_DIMENSIONS, dtype=torch.int64, device=self._device)
+            self._wait_for(header, action)
+            self._received_headers[key] = _decode(header)
+        dtype, shape = self._received_headers[key]
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self._wait_for(tensor, action)
+        return tensor
+
+    def end_step(self) -> None:
+        """Wait until everything has left."""
+        for work, _, what in self._leaving:
+            with waiting_for(what):
+                work.wait()
+        self._leaving.clear()
+        if self._exchange is ShapeExchange.EACH_STEP:
+            self._sent_headers.clear()
+            self._received_headers.clear()
+
+    def _start(self, tensor: Tensor, action: PointToPoint) -> None:
+        self._leaving = [entry for entry in self._leaving if not entry[0].is_completed()]
+        what = f"rank {action.peer} to take {_describe(action)}"
+        with waiting_for(what):
+            work = dist.isend(tensor, action.peer, group=self._groups[action.direction])
+        assert work is not None
+        self._leaving.append((work, tensor, what))
+
+    def _wait_for(self, tensor: Tensor, action: PointToPoint) -> None:
+        with waiting_for(f"{_describe(action)} from rank {action.peer}"):
+            work = dist.irecv(tensor, action.peer, group=self._groups[action.direction])
+            assert work is not None
+            work.wait()
+
+
+def _describe(action: PointToPoint) -> str:
+    return f"the {action.direction} of micro-batch {action.micro_batch} at stage {action.stage}"
+
+
+def _direction_groups(topology: Topology, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """One communicator per direction for each pipeline; groups are created by all ranks of the world together."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    if topology.pp == 1:
+        return groups
+    for direction in DIRECTIONS:
+        for members in topology.groups(("pp",)):
+            group = dist.new_group(list(members), timeout=timeout)
+            if dist.get_rank() in members:
+                groups[direction] = group
+    return groups
+
+
+def _encode(header: Header) -> Tensor:
+    dtype, shape = header
+    assert len(shape) <= MAX_DIMENSIONS
+    padding = [0] * (MAX_DIMENSIONS - len(shape))
+    return torch.tensor([DTYPES.index(dtype), len(shape), *shape, *padding], dtype=torch.int64)
+
+
+def _decode(encoded: Tensor) -> Header:
+    dtype, dimensions, *sizes = encoded.tolist()
+    return DTYPES[dtype], tuple(sizes[:dimensions])
