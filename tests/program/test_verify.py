@@ -320,7 +320,9 @@ def test_bytes_of_an_all_reduce():
     assert to_json(program)["summary"]["bytes_sent_per_rank"] == [payload + 2 * 8] * 2
 
 
-@given(st.dictionaries(st.sampled_from(["tokens", "micro_batch_tokens", "accumulation", "replicas"]), st.integers(-2, 2)))
+@given(
+    st.dictionaries(st.sampled_from(["tokens", "micro_batch_tokens", "accumulation", "replicas"]), st.integers(-2, 2))
+)
 def test_factors_survive_their_text(powers: dict[str, int]):
     factor = Factor.of(**powers)
     assert Factor.parse(str(factor)) == factor

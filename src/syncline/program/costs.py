@@ -150,4 +150,3 @@ def gradient_bytes_between_steps(program: Program, rank: int) -> int:
     """Bytes of the buckets that keep their storage from step to step."""
     released = {action.bucket for action in program.ranks[rank] if isinstance(action, AllocateGradients)}
     return sum(program.gradient_bytes(bucket.id) for bucket in program.buckets(rank) if bucket.id not in released)
-

@@ -38,7 +38,9 @@ def line(action: Action) -> str:
     if isinstance(action, AllocateGradients):
         return f"{name} {action.bucket}{_during(action.during)}"
     if isinstance(action, ClipGradients):
-        return f"{name} of buckets {','.join(map(str, action.buckets)) or 'none'} over {action.group}{_by(action.scale)}"
+        return (
+            f"{name} of buckets {','.join(map(str, action.buckets)) or 'none'} over {action.group}{_by(action.scale)}"
+        )
     if isinstance(action, OptimizerStep):
         return f"{name} {action.bucket}{_by(action.scale)}"
     if hasattr(action, "micro_batch"):
@@ -68,7 +70,9 @@ def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
     """
     shown = list(ranks) if ranks is not None else [program.topology.rank(pp=s) for s in range(program.topology.pp)]
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in program.topology.degrees.items() if degree > 1)
-    parts = [f"{program.topology.world_size} ranks ({degrees or 'no parallelism'}), {program.micro_batches} micro-batches"]
+    parts = [
+        f"{program.topology.world_size} ranks ({degrees or 'no parallelism'}), {program.micro_batches} micro-batches"
+    ]
     parts += ["", *_bucket_table(program)]
     for rank in shown:
         alike = [other for other in range(program.topology.world_size) if program.stage(other) == program.stage(rank)]

@@ -224,7 +224,9 @@ class _AbstractRun:
         """What happens during a backward stands right behind it, so that nothing is issued in between."""
         during = getattr(action, "during", None)
         if during is not None and during not in rank.inside:
-            raise Violation(4, rank.number, action, "it does not stand right behind the backward during which it happens")
+            raise Violation(
+                4, rank.number, action, "it does not stand right behind the backward during which it happens"
+            )
         if during is None:
             rank.inside = [action] if isinstance(action, Backward) else []
 
@@ -234,7 +236,9 @@ class _AbstractRun:
 
         for (source, destination, direction), waiting in self.channels.items():
             if waiting and destination == rank.number:
-                raise broken(1, f"{direction} of micro-batch {waiting[0][0].micro_batch} from rank {source} is never received")
+                raise broken(
+                    1, f"{direction} of micro-batch {waiting[0][0].micro_batch} from rank {source} is never received"
+                )
         for stage, micro_batch in sorted(rank.forwards - rank.backwards):
             if rank.backwards or rank.buckets:
                 raise broken(3, f"the activations of stage {stage}, micro-batch {micro_batch} are never used")
@@ -250,7 +254,9 @@ class _AbstractRun:
                 raise broken(3, f"bucket {id} is {'leaked' if bucket.live else 'missing in the next step'}")
         declared = self.program.peak_gradient_bytes
         if declared and declared[rank.number] != rank.peak_bytes:
-            raise broken(6, f"{rank.peak_bytes} bytes of gradients are alive at once, {declared[rank.number]} were declared")
+            raise broken(
+                6, f"{rank.peak_bytes} bytes of gradients are alive at once, {declared[rank.number]} were declared"
+            )
 
     def value(self, factor: Factor) -> Fraction:
         return factor.evaluate(self.quantities, Fraction(1))
@@ -441,9 +447,7 @@ class _AbstractRun:
                 what = f"micro-batch {micro_batch} of bucket {id} is {product / self.target} times what it must be"
                 raise Violation(5, rank.number, action, what)
 
-    def blocking_collective(
-        self, rank: _Rank, action: Action, snapshot: dict[int, _Content] | None = None
-    ) -> None:
+    def blocking_collective(self, rank: _Rank, action: Action, snapshot: dict[int, _Content] | None = None) -> None:
         if rank.blocked_in is None:
             rank.blocked_in = self._issue(rank, action, dict(snapshot or {}))
         collective = rank.blocked_in

@@ -7,7 +7,7 @@ never flattened or copied. A parameter that no micro-batch reaches leaves zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
@@ -105,8 +105,3 @@ class GradientBucket:
         self._flat = None
         self._memory.shrink(self.nbytes)
         self.state = Storage.RELEASED
-
-
-def trainable_by_name(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The trainable parameters of the modules by their global names."""
-    return {name: p for module in modules for name, p in module.named_parameters() if p.requires_grad}

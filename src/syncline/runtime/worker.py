@@ -34,7 +34,7 @@ from syncline.program.actions import (
 )
 from syncline.program.factors import Factor
 from syncline.program.program import Program
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage, trainable_by_name
+from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
 from syncline.runtime.clip import clipping_factor, squared_norm
 from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for
 from syncline.runtime.collectives import Collectives, Pending
@@ -121,7 +121,7 @@ class Worker:
         self._transport = transport
         self._max_gradient_norm = max_gradient_norm
         self._timers = timers
-        parameters = trainable_by_name(stages.values())
+        parameters = {name: p for stage in stages.values() for name, p in stage.parameters_by_name().items()}
         self.parameters = {b.id: ParameterBucket(b, parameters) for b in program.buckets(rank)}
         self.gradients = {
             b.id: GradientBucket(b, self.parameters[b.id].parameters, gradient_dtype, self.memory)
@@ -166,9 +166,7 @@ class Worker:
 
     # ---- Running -------------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, actions: Sequence[Action], micro_batches: Sequence[MicroBatch], learning_rate: float
-    ) -> StepResult:
+    def _run(self, actions: Sequence[Action], micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         self._state = _StepState(micro_batches, learning_rate)
         self._collectives.traffic.restart()
         self.memory.restart_peak()
@@ -265,7 +263,9 @@ class Worker:
         return tuple(self._state.micro_batches[micro_batch].input_ids.shape)
 
     def _send_activation(self, action: SendActivation) -> None:
-        output = self._state.outputs[action.stage, action.micro_batch]
+        key = (action.stage, action.micro_batch)
+        # Without a backward to come, nobody will ask for the output again.
+        output = self._state.outputs[key] if torch.is_grad_enabled() else self._state.outputs.pop(key)
         self._transport.send(action, output.detach(), self._shape(action.micro_batch))
 
     def _receive_activation(self, action: ReceiveActivation) -> None:

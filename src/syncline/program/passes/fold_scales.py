@@ -17,7 +17,9 @@ from syncline.program.program import Program
 
 
 def fold_scales(program: Program) -> Program:
-    factors = {factor for rank, actions in enumerate(program.ranks) for factor in _final_factors(program, rank, actions)}
+    factors = {
+        factor for rank, actions in enumerate(program.ranks) for factor in _final_factors(program, rank, actions)
+    }
     if len(factors) != 1:  # One norm has one factor: nothing common to fold.
         return program
     (factor,) = factors
@@ -48,7 +50,9 @@ def _into_loss(action: Action, factor: Factor) -> Action:
 
 
 def _into_optimizer(action: Action, factor: Factor) -> Action:
-    return replace(action, scale=action.scale * factor) if isinstance(action, (ClipGradients, OptimizerStep)) else action
+    return (
+        replace(action, scale=action.scale * factor) if isinstance(action, (ClipGradients, OptimizerStep)) else action
+    )
 
 
 def _last_backward(actions: Sequence[Action]) -> int:

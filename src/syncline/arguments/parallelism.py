@@ -1,0 +1,147 @@
+"""The options that say how a job is divided among processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from syncline.arguments.nearest import nearest
+from syncline.arguments.option import option
+from syncline.errors import UserError
+
+_option = partial(option, "Parallelism")
+
+SHARDING_WORDS = ("stage1", "stage2", "stage3", "offload")
+
+
+def parse_sharding(name: str, value: Any) -> tuple[str, ...]:
+    """`stage1`, `stage2 offload` or a list of such words, as a tuple. Raises `UserError` for any other word."""
+    if isinstance(value, bool):
+        return ("stage1",) if value else ()
+    words = [str(word) for word in value] if isinstance(value, (list, tuple)) else re.split(r"[\s,]+", str(value))
+    for word in filter(None, words):
+        if word not in SHARDING_WORDS:
+            raise UserError(
+                f"{name}={word}", "no such sharding stage", f"The nearest is {nearest(word, SHARDING_WORDS)}."
+            )
+    return tuple(dict.fromkeys(filter(None, words)))
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class ParallelismArguments:
+    """How a job is divided among processes."""
+
+    nproc_per_node: int | None = _option(
+        None,
+        "Processes on this machine: `syncline train` starts them itself.",
+        effect="the number of ranks",
+        cost="One process per device, or per share of the cores.",
+        minimum=1,
+        unset=-1,
+        default_text="the product of the degrees",
+    )
+    world_size: int | None = _option(
+        None,
+        "Processes of the whole job, on all machines. Wins over nproc_per_node when a job is only planned.",
+        effect="the number of ranks",
+        cost="Free.",
+        minimum=1,
+        unset=-1,
+        default_text="nproc_per_node",
+    )
+    data_parallel_degree: int | None = _option(
+        None,
+        "Replicas: groups of ranks that hold the same parameters and see different samples.",
+        effect="with more than one, every bucket is reduced across them",
+        cost="Throughput grows with it; each replica holds all gradients and optimizer state.",
+        minimum=1,
+        unset=-1,
+        aliases=("data_parallel_size",),
+        default_text="what the other degrees leave of the world",
+    )
+    pipeline_parallel_degree: int = _option(
+        1,
+        "Pipeline stages: consecutive layers on different ranks.",
+        effect="sends and receives of activations and gradients between stages, in the order of the schedule",
+        cost="A rank holds a share of the layers; of the step, (stages - 1) / (k + stages - 1) is bubble.",
+        minimum=1,
+        unset=-1,
+        aliases=("pipeline_parallel_size",),
+    )
+    virtual_pp_degree: int = _option(
+        1,
+        "Parts of the model on each pipeline rank. More than 1 arrives with the schedules.",
+        effect="an interleaved schedule",
+        cost="A smaller bubble for more messages.",
+        minimum=1,
+        unset=-1,
+    )
+    pipeline_schedule_mode: str = _option(
+        "1F1B",
+        "The order of forwards and backwards in a pipeline: `1F1B` or `FThenB`. VPP, ZBH1, ZBV and DualPipeV arrive "
+        "with the schedules.",
+        effect="the order of all compute actions",
+        cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k.",
+        choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
+    )
+    tensor_parallel_degree: int = _option(
+        1,
+        "Ranks among which every layer is split. More than 1 arrives with tensor parallelism.",
+        effect="collectives inside every forward and backward",
+        cost="Memory of a layer divided by it, for two collectives per layer and direction.",
+        minimum=1,
+        unset=-1,
+        aliases=("tensor_parallel_size",),
+    )
+    sequence_parallel: bool = _option(
+        False,
+        "Under tensor parallelism, activations between the split layers are divided along the sequence. "
+        "Arrives with tensor parallelism.",
+        effect="all-reduces become reduce-scatters and all-gathers",
+        cost="Activation memory divided by tensor_parallel_degree at the same bytes.",
+    )
+    sep_parallel_degree: int = _option(
+        1,
+        "Ranks among which the sequence is split. More than 1 arrives with sequence and context parallelism.",
+        effect="collectives inside every attention",
+        cost="Activation memory divided by it.",
+        minimum=1,
+        unset=-1,
+        aliases=("context_parallel_degree",),
+    )
+    sharding: tuple[str, ...] = _option(
+        (),
+        "Replicas divide optimizer state (`stage1`), gradients (`stage2`) or parameters too (`stage3`). "
+        "Arrives with sharding.",
+        effect="all-reduces become reduce-scatters, and parameters are gathered",
+        cost="Memory divided by sharding_parallel_degree; stage 3 sends half as much again.",
+        parse=parse_sharding,
+    )
+    sharding_parallel_degree: int | None = _option(
+        None,
+        "Ranks that divide what sharding divides. More than 1 arrives with sharding.",
+        effect="the group of the reduce-scatters",
+        cost="Memory against the reach of its collectives.",
+        minimum=1,
+        unset=-1,
+        aliases=("sharding_degree",),
+        default_text="all replicas, under sharding",
+    )
+    sharding_comm_buffer_size_MB: int = _option(
+        256,
+        "The largest bucket under sharding, in MiB.",
+        effect="how many reduce-scatters and gathers there are",
+        cost="As gradient_bucket_size_MB.",
+        minimum=1,
+        unset=-1,
+    )
+    hybrid_parallel_topo_order: str = _option(
+        "pp_first",
+        "Which ranks are neighbours: `pp_first` puts the ranks of one stage next to each other, `sharding_first` the "
+        "stages of one replica.",
+        effect="which ranks form a group; the actions stay the same",
+        cost="The axis whose ranks are neighbours communicates inside a machine.",
+        choices=("pp_first", "sharding_first"),
+    )

@@ -1,0 +1,1 @@
+"""Weights and models on disk."""

@@ -1,0 +1,1 @@
+"""Text on disk to micro-batches: sources, tokenizers, packing, sampling and loading."""

@@ -1,0 +1,93 @@
+"""From a job to one rank's worker: the stage's memory, the process groups, the buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from syncline.arguments import TrainingArguments
+from syncline.checkpoint.weights import load_weights
+from syncline.job import Job
+from syncline.modeling.materialise import materialise
+from syncline.modeling.split import cut
+from syncline.modeling.stage import Stage
+from syncline.program.program import Program
+from syncline.program.schedules.naive import forward_program
+from syncline.runtime.collectives import Collectives
+from syncline.runtime.optimizer import OptimizerSettings
+from syncline.runtime.transport import Transport
+from syncline.runtime.worker import Worker
+
+EVALUATION_MICRO_BATCHES = 4
+"""Micro-batches in flight through the pipeline at a time when nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank, ready to run."""
+
+    stage: Stage
+    worker: Worker
+    evaluation_program: Program
+    """`EVALUATION_MICRO_BATCHES` forwards through all stages."""
+    prediction_program: Program
+    """One forward through all stages."""
+
+
+def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
+    """Build this rank's stage and worker; all ranks of the default process group call it together.
+
+    Raises:
+        UserError: when weights cannot be loaded, or the model cannot do what is asked of it.
+    """
+    strategy, arguments, program = job.strategy, job.arguments, job.program
+    timeout = timedelta(seconds=arguments.distributed_timeout_seconds)
+    stage = build_stage(job, strategy.topology.stage(rank), device)
+    evaluation, prediction = (
+        forward_program(strategy.topology, job.layout, micro_batches, program.sizes)
+        for micro_batches in (EVALUATION_MICRO_BATCHES, 1)
+    )
+    reduce_dtype = getattr(torch, strategy.reduce_dtype)
+    collectives = Collectives([program, evaluation, prediction], rank, reduce_dtype, timeout)
+    transport = Transport(strategy.topology, strategy.shape_exchange, device, collectives.traffic, timeout)
+    worker = Worker(
+        rank,
+        {stage.index: stage},
+        program,
+        collectives,
+        transport,
+        gradient_dtype=getattr(torch, strategy.gradient_dtype),
+        optimizer=optimizer_settings(arguments),
+        max_gradient_norm=arguments.max_grad_norm,
+        device=device,
+        timers=strategy.timers,
+    )
+    return Engine(stage, worker, evaluation, prediction)
+
+
+def build_stage(job: Job, index: int, device: torch.device) -> Stage:
+    """Stage `index` in memory: weights from the model's folder, or random ones when the job names only a config."""
+    stage = cut(job.meta_model, job.split, index)
+    folder = job.arguments.model_name_or_path
+    dtype = getattr(torch, job.strategy.parameter_dtype)
+    materialise(stage, dtype=dtype, device=device, seed=job.arguments.seed, random_weights=folder is None)
+    if folder is not None:
+        load_weights(folder, stage)
+    if job.arguments.recompute:
+        stage.enable_recompute()
+    frozen = {spec.name for spec in job.layout.specs if spec.stage == index and spec.frozen}
+    for name, parameter in stage.parameters_by_name().items():
+        parameter.requires_grad_(name not in frozen)
+    return stage.train()
+
+
+def optimizer_settings(arguments: TrainingArguments) -> OptimizerSettings:
+    return OptimizerSettings(
+        kind=arguments.optim,
+        weight_decay=arguments.weight_decay,
+        beta1=arguments.adam_beta1,
+        beta2=arguments.adam_beta2,
+        epsilon=arguments.adam_epsilon,
+    )

@@ -1,0 +1,52 @@
+"""Which flags of the `*_parallel_config` options act in a job; the others are a warning or a refusal."""
+
+from __future__ import annotations
+
+from syncline.arguments import TrainingArguments
+from syncline.arguments.flags import CONFIGS, FLAGS, Flag, Need
+from syncline.errors import UserError
+from syncline.topology import Topology
+
+
+def acting_flags(arguments: TrainingArguments, topology: Topology) -> tuple[frozenset[str], list[str]]:
+    """The names of the flags that act, and a sentence for each that does not.
+
+    Raises `UserError` for a flag that has no meaning in Syncline or arrives later, where it would otherwise act.
+    """
+    given = {name: config for config in CONFIGS for name in getattr(arguments, config)}
+    acting, warnings = set(), []
+    for flag in FLAGS:
+        if flag.name not in given:
+            continue
+        reason = _why_it_does_nothing(flag, topology)
+        if reason:
+            warnings.append(f"{flag.name} has no effect here: {reason}.")
+            continue
+        _refuse(flag, f"{given[flag.name]}={flag.name}")
+        acting.add(flag.name)
+    return frozenset(acting), warnings
+
+
+def _why_it_does_nothing(flag: Flag, topology: Topology) -> str:
+    if not _is_met(flag.needs, topology):
+        later = f" (it {flag.arrives})" if flag.arrives else ""
+        return f"it needs {flag.needs.value}{later}"
+    return flag.no_effect
+
+
+def _is_met(need: Need, topology: Topology) -> bool:
+    return {
+        Need.NOTHING: True,
+        Need.REPLICAS: topology.replicas > 1,
+        Need.STAGES: topology.pp > 1,
+        Need.SHARDING: topology.sharding > 1,
+        Need.SLICES: topology.tp > 1,
+    }[need]
+
+
+def _refuse(flag: Flag, given: str) -> None:
+    if flag.arrives:
+        raise UserError(given, str(flag.arrives), f"{flag.arrives.instead}.")
+    if flag.refused:
+        wrong, instead = flag.refused
+        raise UserError(given, wrong, f"{instead}.")

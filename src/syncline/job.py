@@ -1,0 +1,87 @@
+"""A job: the strategy, the model's layout and the program that follow from the arguments. No process is needed to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from syncline.arguments import TrainingArguments
+from syncline.errors import UserError
+from syncline.modeling.check import check_split
+from syncline.modeling.load import build_meta_model, resolve_config
+from syncline.modeling.split import SplitPlan, plan_split, specs
+from syncline.program.build import ITEMSIZE, build_program
+from syncline.program.layout import ParameterLayout, lay_out
+from syncline.program.program import Program
+from syncline.program.verify import verify
+from syncline.strategy import Strategy, resolve_strategy
+
+ChangeModel = Callable[[PreTrainedModel], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that all ranks agree on before they meet."""
+
+    arguments: TrainingArguments
+    strategy: Strategy
+    config: PretrainedConfig
+    meta_model: PreTrainedModel
+    """The whole model, without memory."""
+    split: SplitPlan
+    layout: ParameterLayout
+    program: Program
+
+
+def describe_job(
+    arguments: TrainingArguments,
+    *,
+    config: PretrainedConfig | None = None,
+    strategy: Strategy | None = None,
+    change_model: ChangeModel | None = None,
+) -> Job:
+    """Resolve, lay out, build and verify.
+
+    `config` and `strategy` stand in for those that the arguments name; `change_model` is applied to the model on the meta device
+    before it is laid out.
+
+    Raises:
+        UserError: for whatever in the arguments or the model cannot work.
+        Violation: if the program is wrong, which is never the user's doing.
+    """
+    strategy = strategy or resolve_strategy(arguments)
+    config = config or resolve_config(arguments.model_name_or_path, arguments.model_config)
+    meta_model = build_meta_model(config, arguments.attn_implementation)
+    if change_model is not None:
+        change_model(meta_model)
+    split = plan_split(meta_model, strategy.topology.pp)
+    parameter_specs = specs(meta_model, split, arguments.freeze_parameters)
+    if all(spec.frozen for spec in parameter_specs):
+        raise UserError("freeze_parameters", "every parameter of the model is frozen", "Leave some to be trained")
+    layout = lay_out(
+        parameter_specs,
+        bucket_bytes=strategy.bucket_bytes,
+        gradient_itemsize=ITEMSIZE[strategy.gradient_dtype],
+        replicas=strategy.topology.replicas,
+    )
+    program = build_program(strategy, layout, activation_bytes=activation_bytes(arguments, strategy, config))
+    verify(program)
+    return Job(arguments, strategy, config, meta_model, split, layout, program)
+
+
+def check_model(job: Job) -> None:
+    """Raise `UserError` if this kind of model cannot be cut as the job wants it; takes a second when there are stages."""
+    check_split(job.config, job.strategy.topology.pp, job.arguments.attn_implementation)
+
+
+def activation_bytes(arguments: TrainingArguments, strategy: Strategy, config: PretrainedConfig) -> int:
+    """Bytes of one micro-batch's hidden states."""
+    tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
+    return tokens * int(config.get_text_config().hidden_size) * ITEMSIZE[strategy.parameter_dtype]
+
+
+def in_float64(strategy: Strategy) -> Strategy:
+    """The same decisions with every number in float64, where rounding cannot hide a mistake."""
+    return replace(strategy, parameter_dtype="float64", gradient_dtype="float64", reduce_dtype="float64")

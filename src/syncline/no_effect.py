@@ -1,0 +1,96 @@
+"""Options that change nothing in the company of others: one table, and its warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from syncline.arguments import OPTIONS, TrainingArguments
+from syncline.topology import Topology
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """When an option that is not at its default changes nothing, and why."""
+
+    option: str
+    when: Callable[[TrainingArguments, Topology], bool]
+    because: str
+
+
+def _one_stage(arguments: TrainingArguments, topology: Topology) -> bool:
+    return topology.pp == 1
+
+
+def _one_replica(arguments: TrainingArguments, topology: Topology) -> bool:
+    return topology.replicas == 1
+
+
+def _constant(arguments: TrainingArguments, topology: Topology) -> bool:
+    return arguments.lr_scheduler_type.startswith("constant")
+
+
+def _no_evaluation(arguments: TrainingArguments, topology: Topology) -> bool:
+    return not arguments.validation_data and arguments.validation_split == 0
+
+
+def _not_adam(arguments: TrainingArguments, topology: Topology) -> bool:
+    return arguments.optim != "adamw"
+
+
+NO_EFFECT = (
+    NoEffect("gradient_sync", _one_replica, "there is one data-parallel replica, so nothing is reduced"),
+    NoEffect(
+        "gradient_sync",
+        lambda a, t: a.gradient_sync == "every_micro_batch" and a.gradient_accumulation_steps == 1,
+        "with gradient_accumulation_steps 1 the only micro-batch is the last one",
+    ),
+    NoEffect("overlap_gradient_reduction", _one_replica, "there is one data-parallel replica, so nothing is reduced"),
+    NoEffect("gradient_reduce_dtype", _one_replica, "there is one data-parallel replica, so nothing is reduced"),
+    NoEffect(
+        "hybrid_parallel_topo_order",
+        lambda a, t: t.pp == 1 or t.replicas == 1,
+        "ranks lie along one axis only, so there is one order",
+    ),
+    NoEffect("pipeline_schedule_mode", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect(
+        "sequence_parallel",
+        lambda a, t: t.tp == 1,
+        "tensor_parallel_degree is 1; it arrives with tensor parallelism",
+    ),
+    NoEffect(
+        "sharding_comm_buffer_size_MB",
+        lambda a, t: not a.sharding,
+        "nothing is sharded; gradient_bucket_size_MB counts",
+    ),
+    NoEffect("amp_master_grad", lambda a, t: a.dtype != "bfloat16", "only bfloat16 parameters need master gradients"),
+    NoEffect("fp16_opt_level", lambda a, t: a.dtype != "bfloat16", "parameters are not in 16 bits"),
+    NoEffect("num_train_epochs", lambda a, t: a.max_steps > 0, "max_steps decides how long training takes"),
+    NoEffect("warmup_ratio", lambda a, t: a.warmup_steps > 0, "warmup_steps decides the warm-up"),
+    NoEffect("warmup_steps", lambda a, t: a.lr_scheduler_type == "constant", "the learning rate is constant"),
+    NoEffect("warmup_ratio", lambda a, t: a.lr_scheduler_type == "constant", "the learning rate is constant"),
+    NoEffect("min_learning_rate", _constant, "the learning rate does not fall"),
+    NoEffect("lr_scheduler_power", lambda a, t: a.lr_scheduler_type != "polynomial", "only a polynomial has a power"),
+    NoEffect("adam_beta1", _not_adam, "optim is not adamw"),
+    NoEffect("adam_beta2", _not_adam, "optim is not adamw"),
+    NoEffect("adam_epsilon", _not_adam, "optim is not adamw"),
+    NoEffect("validation_split", lambda a, t: bool(a.validation_data), "validation_data is given"),
+    NoEffect(
+        "random_token_samples", lambda a, t: "random-tokens" not in a.train_data, "train_data is not random-tokens"
+    ),
+    NoEffect("eval_steps", _no_evaluation, "there is no validation data"),
+    NoEffect("early_stopping_patience", _no_evaluation, "there is no validation data"),
+    NoEffect("early_stopping_patience", lambda a, t: a.eval_steps is None, "nothing is evaluated before the end"),
+    NoEffect("sample_prompt", lambda a, t: a.sample_tokens == 0, "sample_tokens is 0"),
+    NoEffect("save_steps", lambda a, t: a.save_strategy == "no", "save_strategy is no"),
+    NoEffect("save_total_limit", lambda a, t: a.save_steps is None, "no checkpoint is written"),
+)
+
+
+def no_effect_warnings(arguments: TrainingArguments, topology: Topology) -> list[str]:
+    """A sentence for every option that is not at its default and changes nothing."""
+    return [
+        f"{entry.option} has no effect here: {entry.because}."
+        for entry in NO_EFFECT
+        if getattr(arguments, entry.option) != OPTIONS[entry.option].default and entry.when(arguments, topology)
+    ]

@@ -1,0 +1,67 @@
+"""What arguments can ask for that Syncline knows and does not do yet: one table, and its refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from syncline.arguments import TrainingArguments
+from syncline.arguments.arrivals import Arrival
+from syncline.errors import UserError
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Values of one option that arrive with a later feature."""
+
+    option: str
+    values: str
+    """The refused values, in words."""
+    asked: Callable[[TrainingArguments], bool]
+    arrives: Arrival
+
+
+NOT_YET = (
+    NotYet(
+        "sharding",
+        "stage1, stage2, stage3",
+        lambda a: "offload" not in a.sharding and bool(a.sharding),
+        Arrival.SHARDING,
+    ),
+    NotYet("sharding", "with offload", lambda a: "offload" in a.sharding, Arrival.OFFLOAD),
+    NotYet(
+        "sharding_parallel_degree", "more than 1", lambda a: (a.sharding_parallel_degree or 1) > 1, Arrival.SHARDING
+    ),
+    NotYet("tensor_parallel_degree", "more than 1", lambda a: a.tensor_parallel_degree > 1, Arrival.TENSOR),
+    NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
+    NotYet("virtual_pp_degree", "more than 1", lambda a: a.virtual_pp_degree > 1, Arrival.SCHEDULES),
+    NotYet(
+        "pipeline_schedule_mode",
+        "VPP, ZBH1, ZBV, DualPipeV",
+        lambda a: a.pipeline_schedule_mode not in ("1F1B", "FThenB"),
+        Arrival.SCHEDULES,
+    ),
+    NotYet("dtype", "float16 (fp16: true)", lambda a: a.dtype == "float16", Arrival.HALF),
+    NotYet(
+        "recompute_granularity", "full_attn, core_attn", lambda a: a.recompute_granularity != "full", Arrival.RECOMPUTE
+    ),
+    NotYet("save_strategy", "steps, epoch", lambda a: a.save_strategy in ("steps", "epoch"), Arrival.CHECKPOINTS),
+    NotYet(
+        "save_steps",
+        "any, unless save_strategy is no",
+        lambda a: a.save_steps is not None and a.save_strategy != "no",
+        Arrival.CHECKPOINTS,
+    ),
+    NotYet("resume_from_checkpoint", "any", lambda a: bool(a.resume_from_checkpoint), Arrival.CHECKPOINTS),
+    NotYet("load_best_model_at_end", "true", lambda a: a.load_best_model_at_end, Arrival.CHECKPOINTS),
+)
+"""Flags that arrive later say so in `syncline.arguments.flags.FLAGS`."""
+
+
+def refuse_not_yet(arguments: TrainingArguments) -> None:
+    """Raises `UserError` for the first value that arrives with a later feature."""
+    for entry in NOT_YET:
+        if entry.asked(arguments):
+            value = getattr(arguments, entry.option)
+            written = " ".join(value) if isinstance(value, tuple) else value
+            raise UserError(f"{entry.option}={written}", str(entry.arrives), f"{entry.arrives.instead}.")

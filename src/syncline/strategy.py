@@ -1,0 +1,230 @@
+"""What the arguments amount to: immutable, validated decisions.
+
+Every refusal is written here, in the table of what arrives later (`not_yet`), or in the table of flags
+(`arguments.flags`); every warning is here or in the table of options without effect (`no_effect`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from syncline.arguments import TrainingArguments
+from syncline.arguments.flags import CONFIGS
+from syncline.errors import UserError
+from syncline.flag_effects import acting_flags
+from syncline.no_effect import no_effect_warnings
+from syncline.not_yet import refuse_not_yet
+from syncline.topology import Topology
+
+
+class SyncMoment(str, Enum):
+    """When the gradients of one step are reduced across replicas."""
+
+    EVERY_MICRO_BATCH = "every_micro_batch"
+    LAST_MICRO_BATCH = "last_micro_batch"
+    AFTER_ACCUMULATION = "after_accumulation"
+
+
+class Normalization(str, Enum):
+    """What the sum of token losses is divided by."""
+
+    TOKENS = "tokens"
+    """The number of valid tokens in the global batch: the loss of one process on the whole batch."""
+    MICRO_BATCH_MEAN = "micro_batch_mean"
+    """The mean over micro-batches and replicas of each micro-batch's own mean, as some other tools compute it."""
+
+
+class ShapeExchange(str, Enum):
+    """When a pipeline sender tells the receiver the shape of what follows."""
+
+    ONCE = "once"
+    EACH_STEP = "each_step"
+    EVERY_MESSAGE = "every_message"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The decisions that shape a step's program. Nothing here refers to a model, a device or a process."""
+
+    topology: Topology = field(default_factory=Topology)
+    micro_batches: int = 1
+    """Micro-batches per optimizer step on each replica, `k` in every formula."""
+    schedule: str = "1F1B"
+    """`1F1B` or `FThenB`. With one stage both run each micro-batch forward, then backward."""
+    sync: SyncMoment = SyncMoment.LAST_MICRO_BATCH
+    overlap: bool = True
+    """Reductions start inside the backward as each bucket fills. No meaning after accumulation."""
+    average_in_collective: bool = False
+    release_gradients: bool = False
+    delay_loss_scale: bool = False
+    normalization: Normalization = Normalization.TOKENS
+    parameter_dtype: str = "float32"
+    gradient_dtype: str = "float32"
+    """The dtype in which gradients accumulate (the main gradient)."""
+    reduce_dtype: str = "float32"
+    """The dtype on the wire."""
+    bucket_bytes: int = 25 * 2**20
+    """Upper bound of a bucket's gradient bytes; a larger single parameter gets a bucket of its own."""
+    shape_exchange: ShapeExchange = ShapeExchange.ONCE
+    timers: bool = False
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user: flags that have no effect here."""
+
+
+def resolve_strategy(arguments: TrainingArguments) -> Strategy:
+    """The decisions that `arguments` amount to, with a warning for everything that has no effect.
+
+    Raises `UserError` for combinations that have no meaning and for what arrives later.
+    """
+    refuse_not_yet(arguments)
+    topology = _topology(arguments)
+    flags, flag_warnings = acting_flags(arguments, topology)
+    parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
+    sync = _sync_moment(arguments)
+    return Strategy(
+        topology=topology,
+        micro_batches=arguments.gradient_accumulation_steps,
+        schedule=arguments.pipeline_schedule_mode,
+        sync=sync,
+        overlap=_overlap(arguments, sync),
+        average_in_collective="enable_allreduce_avg_in_gradient_scale" in flags,
+        release_gradients=bool(_switched_on(arguments, "release_grads", "enable_release_grads")),
+        delay_loss_scale="enable_delay_scale_loss" in flags,
+        normalization=Normalization(arguments.gradient_normalization),
+        parameter_dtype=parameter_dtype,
+        gradient_dtype=gradient_dtype,
+        reduce_dtype=reduce_dtype,
+        bucket_bytes=max(1, int(arguments.gradient_bucket_size_MB * 2**20)),
+        shape_exchange=_shape_exchange(flags),
+        timers=bool(flags & {"enable_timer", "enable_profiling"}),
+        warnings=(
+            *arguments.notices,
+            *no_effect_warnings(arguments, topology),
+            *flag_warnings,
+            *_warnings(arguments, topology, flags, sync),
+        ),
+    )
+
+
+def _topology(arguments: TrainingArguments) -> Topology:
+    """The degrees; the data-parallel degree is what the others leave of the world when it is not given."""
+    pp, tp, sep = arguments.pipeline_parallel_degree, arguments.tensor_parallel_degree, arguments.sep_parallel_degree
+    sharding = arguments.sharding_parallel_degree or 1
+    others = pp * tp * sep * sharding
+    world = arguments.world_size or arguments.nproc_per_node
+    dp = arguments.data_parallel_degree or (_data_parallel_degree(arguments, world, others) if world else 1)
+    if world and dp * others != world:
+        raise UserError(
+            f"{_world(arguments)} and {_degrees(arguments)}",
+            f"the degrees multiply to {dp * others}, not to {world}",
+            f"Write {_world_key(arguments)}: {dp * others}, or leave data_parallel_degree out.",
+        )
+    return Topology(pp=pp, dp=dp, sharding=sharding, sep=sep, tp=tp, order=arguments.hybrid_parallel_topo_order)
+
+
+def _data_parallel_degree(arguments: TrainingArguments, world: int, others: int) -> int:
+    if world % others:
+        below, above = world // others * others, (world // others + 1) * others
+        fitting = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"{_world(arguments)} and {_degrees(arguments)}",
+            f"{world} ranks cannot be divided into groups of {others}",
+            f"Write {_world_key(arguments)}: {fitting}, or degrees whose product divides {world}.",
+        )
+    return world // others
+
+
+def _world_key(arguments: TrainingArguments) -> str:
+    return "world_size" if arguments.world_size else "nproc_per_node"
+
+
+def _world(arguments: TrainingArguments) -> str:
+    return f"{_world_key(arguments)}={getattr(arguments, _world_key(arguments))}"
+
+
+def _degrees(arguments: TrainingArguments) -> str:
+    """The degrees that were given, as they would be written."""
+    names = ("data_parallel_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "sep_parallel_degree")
+    given = [f"{name}={getattr(arguments, name)}" for name in names if (getattr(arguments, name) or 1) > 1]
+    return ", ".join(given) or "data_parallel_degree=1"
+
+
+def _dtypes(arguments: TrainingArguments) -> tuple[str, str, str]:
+    """The dtypes of parameters, of main gradients, and of gradients on the wire."""
+    parameters = arguments.dtype
+    if parameters == "bfloat16" and arguments.fp16_opt_level == "O1":
+        raise UserError(
+            "fp16_opt_level=O1",
+            "parameters are held in bfloat16 themselves; nothing is cast operation by operation",
+            "Write fp16_opt_level: O2, or dtype: float32.",
+        )
+    gradients = "float32" if parameters == "bfloat16" and arguments.amp_master_grad is not False else parameters
+    wire = arguments.gradient_reduce_dtype or gradients
+    if wire == "float64" and gradients != "float64":
+        raise UserError(
+            f"gradient_reduce_dtype=float64 and dtype={parameters}",
+            f"gradients of {gradients} gain nothing on a float64 wire",
+            "Leave gradient_reduce_dtype out, or write dtype: float64.",
+        )
+    return parameters, gradients, wire
+
+
+def _sync_moment(arguments: TrainingArguments) -> SyncMoment:
+    """When gradients are reduced, from the key and the flag; they must not contradict each other."""
+    asked = SyncMoment(arguments.gradient_sync) if arguments.gradient_sync else None
+    flag = "gradient_sync_after_accumulate"
+    if flag not in arguments.data_parallel_config:
+        return asked or SyncMoment.LAST_MICRO_BATCH
+    if asked not in (None, SyncMoment.AFTER_ACCUMULATION):
+        raise UserError(
+            f"gradient_sync={arguments.gradient_sync} and data_parallel_config={flag}",
+            "the flag means gradient_sync: after_accumulation",
+            "Keep one of the two.",
+        )
+    return SyncMoment.AFTER_ACCUMULATION
+
+
+def _overlap(arguments: TrainingArguments, sync: SyncMoment) -> bool:
+    """Whether reductions start inside the backward: by default wherever there is a backward left to overlap."""
+    asked = _switched_on(arguments, "overlap_gradient_reduction", "enable_dp_comm_overlap")
+    if sync is not SyncMoment.AFTER_ACCUMULATION:
+        return arguments.overlap_gradient_reduction is not False
+    if asked:
+        moment = "gradient_sync=after_accumulation" if arguments.gradient_sync else "gradient_sync_after_accumulate"
+        raise UserError(
+            f"{asked} and {moment}",
+            "when reductions start after the last backward, no backward is left to overlap with",
+            "Leave one of the two out; gradient_sync: last_micro_batch reduces as seldom and overlaps.",
+        )
+    return False
+
+
+def _switched_on(arguments: TrainingArguments, key: str, flag: str) -> str:
+    """How `key` was switched on, as written: by itself or by `flag`; empty when it was not."""
+    config = next((config for config in CONFIGS if flag in getattr(arguments, config)), None)
+    if config and getattr(arguments, key) is False:
+        raise UserError(f"{key}=false and {config}={flag}", f"the flag means {key}: true", "Keep one of the two.")
+    if config:
+        return f"{config}={flag}"
+    return f"{key}=true" if getattr(arguments, key) else ""
+
+
+def _shape_exchange(flags: frozenset[str]) -> ShapeExchange:
+    if "disable_p2p_cache_shape" in flags:
+        return ShapeExchange.EVERY_MESSAGE
+    return ShapeExchange.EACH_STEP if "enable_clear_every_step_cache" in flags else ShapeExchange.ONCE
+
+
+def _warnings(
+    arguments: TrainingArguments, topology: Topology, flags: frozenset[str], sync: SyncMoment
+) -> Iterator[str]:
+    """What only the decisions together show to have no effect."""
+    if topology.replicas > 1 and sync is SyncMoment.AFTER_ACCUMULATION and arguments.gradient_accumulation_steps == 1:
+        yield (
+            "Reducing after accumulation saves no reduction here: gradient_accumulation_steps is 1. "
+            "It only ends the overlap of reductions with the backward."
+        )
+    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} <= flags:
+        yield "enable_clear_every_step_cache has no effect here: disable_p2p_cache_shape sends every shape anyway."

@@ -1,0 +1,134 @@
+"""One rank's part in `syncline verify`: train its share of hard batches, and compare every parameter with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from syncline.arguments import TrainingArguments
+from syncline.engine import Engine, start_engine
+from syncline.job import Job, describe_job, in_float64
+from syncline.modeling.load import build_meta_model, resolve_config
+from syncline.modeling.materialise import materialise
+from syncline.modeling.shrink import shrink_config
+from syncline.runtime.worker import StepResult
+from syncline.strategy import Normalization, resolve_strategy
+from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
+from syncline.verification.double import InFloat64
+from syncline.verification.probes import add_probes
+from syncline.verification.reference import ReferenceRun, ReferenceSettings, run_reference
+
+STEPS = 3
+TOLERANCE = 1e-10
+LEARNING_RATE = 1e-2
+"""Large, so that after a few steps the updates are as large as the parameters."""
+CLIPPED_NORM = 0.05
+"""Small, so that clipping acts in every step when it is on."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `syncline verify` found, over all ranks."""
+
+    passed: bool
+    parameters: int
+    """Compared parameters, summed over ranks."""
+    max_relative_error: float
+    """The largest difference, relative to the largest reference value of the parameter (or of the loss or norm)."""
+    worst_parameter: str
+    worst_rank: int
+    tolerance: float
+    steps: int
+
+
+def verification_job(arguments: TrainingArguments) -> Job:
+    """The user's configuration on small shapes, in float64, with parameters that some or all samples leave unused."""
+    config = _small_config(arguments)
+    small = replace(
+        arguments,
+        per_device_train_batch_size=ROWS,
+        max_seq_length=SEQUENCE,
+        model_name_or_path=None,
+        max_grad_norm=CLIPPED_NORM if arguments.max_grad_norm > 0 else 0.0,
+        gradient_bucket_size_MB=0.01,
+    )
+    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=10_000)
+    return describe_job(small, config=config, strategy=strategy, change_model=add_probes)
+
+
+def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -> Report:
+    """Run this rank's share, compare, and gather every rank's verdict; called by all ranks together."""
+    job = verification_job(arguments)
+    topology = job.strategy.topology
+    vocabulary = int(job.config.get_text_config().vocab_size)
+    steps = [
+        hard_global_batch(arguments.seed, step, topology.replicas, job.strategy.micro_batches, vocabulary)
+        for step in range(STEPS)
+    ]
+    with InFloat64():
+        engine = start_engine(job, rank, device)
+        results = [engine.worker.step(_own(job, batch, rank, device), LEARNING_RATE) for batch in steps]
+        return _gather(rank, *_compare(engine, results, reference_run(job, steps)))
+
+
+def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
+    """One process on the whole of each global batch, on the CPU."""
+    arguments = job.arguments
+    model = build_meta_model(job.config, arguments.attn_implementation)
+    add_probes(model)
+    materialise(model, dtype=torch.float64, device="cpu", seed=arguments.seed)
+    frozen = {spec.name for spec in job.layout.specs if spec.frozen}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    settings = ReferenceSettings(
+        arguments.optim,
+        LEARNING_RATE,
+        arguments.weight_decay,
+        (arguments.adam_beta1, arguments.adam_beta2),
+        arguments.adam_epsilon,
+        arguments.max_grad_norm,
+        job.strategy.normalization is Normalization.MICRO_BATCH_MEAN,
+    )
+    return run_reference(model.train(), steps, settings)
+
+
+def _small_config(arguments: TrainingArguments) -> PretrainedConfig:
+    """One layer more than stages, so that stages differ in size."""
+    config = resolve_config(arguments.model_name_or_path, arguments.model_config)
+    return shrink_config(config, arguments.pipeline_parallel_degree + 1)
+
+
+def _own(job: Job, batch: GlobalBatch, rank: int, device: torch.device) -> list:
+    replica = job.strategy.topology.replica(rank)
+    return [batch[replica, index].to(device) for index in range(job.strategy.micro_batches)]
+
+
+def _compare(engine: Engine, results: list[StepResult], reference: ReferenceRun) -> tuple[float, str, int]:
+    """The largest relative error on this rank, whose it is, and how many parameters were compared."""
+    own: Mapping[str, Tensor] = engine.stage.parameters_by_name()
+    errors = {name: _relative(own[name].detach().cpu(), reference.parameters[name].detach()) for name in own}
+    for step, result in enumerate(results):
+        assert result.gradient_norm is not None
+        loss, norm = torch.tensor([reference.losses[step], reference.gradient_norms[step]], dtype=torch.float64)
+        errors[f"loss of step {step}"] = _relative(result.loss.cpu(), loss)
+        errors[f"gradient norm of step {step}"] = _relative(result.gradient_norm.cpu(), norm)
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst, len(own)
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    difference = (value.double() - reference.double()).abs().max()
+    error = float(difference / reference.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+    return error if error == error else float("inf")
+
+
+def _gather(rank: int, error: float, worst: str, parameters: int) -> Report:
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (error, worst, rank, parameters))
+    error, worst, rank, _ = max(found, key=lambda entry: entry[0])
+    return Report(error <= TOLERANCE, sum(entry[3] for entry in found), error, worst, rank, TOLERANCE, STEPS)

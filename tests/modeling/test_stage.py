@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from syncline.errors import UserError
+from syncline.modeling.batch import IGNORED_LABEL
+from syncline.modeling.check import run_chained
+from tests.modeling.families import FAMILIES, SPLIT_FAMILIES, random_micro_batch, tiny_config, tiny_model, tiny_stages
+
+
+def run_whole(model, micro_batch):
+    """Shares nothing with the stages but the model's code."""
+    logits = model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    found_gradients, expected_gradients = found[1], expected[1]
+    assert found_gradients.keys() == expected_gradients.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    for name, gradient in expected_gradients.items():
+        assert (found_gradients[name] - gradient).abs().max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_stages_compute_what_the_whole_model_computes(family, tied):
+    config = tiny_config(family, layers=5, tied=tied)
+    micro_batch = random_micro_batch()
+    expected = run_whole(tiny_model(config).eval(), micro_batch)
+    for stages in (2, 3, 4):
+        assert_same(run_chained([stage.eval() for stage in tiny_stages(config, stages)], micro_batch), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_stage_is_the_whole_model(family, tied):
+    config = tiny_config(family, layers=2, tied=tied)
+    micro_batch = random_micro_batch()
+    expected = run_whole(tiny_model(config).eval(), micro_batch)
+    assert_same(run_chained([tiny_stages(config, 1)[0].eval()], micro_batch), expected)
+
+
+def test_a_padding_mask_reaches_every_stage():
+    config = tiny_config("llama", layers=3)
+    micro_batch = random_micro_batch()
+    mask = torch.ones_like(micro_batch.input_ids)
+    mask[:, 15:] = 0
+    masked = type(micro_batch)(micro_batch.input_ids, micro_batch.labels, micro_batch.position_ids, mask)
+    expected = tiny_model(config).eval()(
+        input_ids=masked.input_ids, position_ids=masked.position_ids, attention_mask=mask
+    )
+    stages = [stage.eval() for stage in tiny_stages(config, 3)]
+    hidden = stages[1](masked, stages[0](masked))
+    torch.testing.assert_close(stages[2].logits(masked, hidden), expected.logits, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_recompute_changes_no_gradient(family):
+    config = tiny_config(family, layers=4)
+    micro_batch = random_micro_batch()
+    expected = run_chained(tiny_stages(config, 2), micro_batch)
+    stages = tiny_stages(config, 2)
+    calls: list[None] = []
+    for stage in stages:
+        stage.enable_recompute()
+        layer = next(
+            module
+            for module in stage.modules()
+            if getattr(module, "gradient_checkpointing", None) is True and not hasattr(module, "layers")
+        )
+        next(layer.children()).register_forward_hook(lambda *_: calls.append(None))
+    found = run_chained(stages, micro_batch)
+    assert len(calls) == 4, "one layer of each of two stages, forward and recomputed"
+    assert_same(found, expected, tolerance=0)
+
+
+def test_recompute_is_refused_where_the_model_cannot():
+    config = tiny_config("llama")
+    (stage,) = tiny_stages(config, 1)
+    stage.model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match="does not support gradient checkpointing"):
+        stage.enable_recompute()
+
+
+def test_hidden_states_are_let_go_after_the_forward():
+    first, last = tiny_stages(tiny_config("llama"), 2)
+    micro_batch = random_micro_batch()
+    last(micro_batch, first(micro_batch))
+    assert all(getattr(module, "hidden", None) is None for module in last.modules())
+
+
+def test_a_model_without_positions_runs_as_one_stage():
+    config = tiny_config("bloom", layers=2)
+    (stage,) = tiny_stages(config, 1)
+    assert not stage.accepts_positions
+    assert stage(random_micro_batch()).isfinite()

@@ -1,0 +1,53 @@
+"""The generated pages are current and complete."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from syncline.arguments import OPTIONS
+from syncline.arguments.flags import FLAGS
+from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
+from syncline.documentation import PAGES, main, options_markdown, stale_pages
+from syncline.not_yet import NOT_YET
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_pages_in_the_repository_are_current():
+    assert stale_pages(ROOT) == []
+
+
+def test_every_option_flag_and_known_key_is_on_the_page():
+    text = options_markdown()
+    for name in [*OPTIONS, *(flag.name for flag in FLAGS), *TRANSLATIONS, *REFUSALS, *MEANINGLESS]:
+        assert f"`{name}`" in text
+
+
+def test_what_is_not_here_yet_is_tracked():
+    tracked = options_markdown().split("## Not yet here")[1].split("\n## ")[0]
+    for entry in NOT_YET:
+        assert f"| `{entry.option}` | {entry.values} | {entry.arrives} |" in tracked
+    for flag in FLAGS:
+        assert (f"| `{flag.name}` |" in tracked) == (flag.arrives is not None)
+
+
+def test_every_row_has_the_cells_of_its_table():
+    rows = [line.replace("\\|", "") for line in options_markdown().splitlines()]
+    for row, following in pairwise(rows):
+        if row.startswith("|") and following.startswith("|"):
+            assert row.count("|") == following.count("|"), following
+
+
+def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--check"]) == 1
+    assert "docs/options.md is not current" in capsys.readouterr().err
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    assert all((tmp_path / path).is_file() for path in PAGES)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--check", "more"]])
+def test_the_command_refuses_other_words(words):
+    assert main(words) == 2
