@@ -6,8 +6,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.pool import Pool
+
+# The same examples in every run, however slow the machine is at the moment.
+settings.register_profile("seeded", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")

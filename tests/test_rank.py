@@ -21,15 +21,15 @@ def test_an_ordinary_process_is_no_rank():
 
 
 def test_torchrun():
-    assert rank_environment(TORCHRUN) == RankEnvironment(3, 4, 1, "10.0.0.7", 29500)
+    assert rank_environment(TORCHRUN) == RankEnvironment(3, 4, 1, 1, "10.0.0.7", 29500)
 
 
 def test_torchrun_inside_slurm_is_torchrun():
-    assert rank_environment({**SLURM, **TORCHRUN}) == RankEnvironment(3, 4, 1, "10.0.0.7", 29500)
+    assert rank_environment({**SLURM, **TORCHRUN}) == RankEnvironment(3, 4, 1, 1, "10.0.0.7", 29500)
 
 
 def test_slurm():
-    assert rank_environment(SLURM) == RankEnvironment(5, 8, 1, "node07", 15_000 + 100_234 % 15_000)
+    assert rank_environment(SLURM) == RankEnvironment(5, 8, 1, 1, "node07", 15_000 + 100_234 % 15_000)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,8 @@ def test_incomplete_slurm_variables_are_refused(missing):
 def test_contradictions_are_refused(wrong):
     with pytest.raises(UserError):
         rank_environment({**TORCHRUN, **wrong})
+
+
+def test_a_port_that_is_none_is_refused_at_once():
+    with pytest.raises(UserError, match="MASTER_PORT=0"):
+        rank_environment({**TORCHRUN, "MASTER_PORT": "0"})

@@ -1,4 +1,6 @@
-"""A job: the strategy, the model's layout and the program that follow from the arguments. No process is needed to make one."""
+"""A job: the strategy, the model's layout and the program that follow from the arguments. No process is needed to make
+one.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def describe_job(
 ) -> Job:
     """Resolve, lay out, build and verify.
 
-    `config` and `strategy` stand in for those that the arguments name; `change_model` is applied to the model on the meta device
-    before it is laid out.
+    `config` and `strategy` stand in for those that the arguments name; `change_model` is applied to the model on the
+    meta device before it is laid out.
 
     Raises:
         UserError: for whatever in the arguments or the model cannot work.
@@ -72,7 +74,7 @@ def describe_job(
 
 
 def check_model(job: Job) -> None:
-    """Raise `UserError` if this kind of model cannot be cut as the job wants it; takes a second when there are stages."""
+    """Raise `UserError` if this kind of model cannot be cut as the job wants it; takes a moment with stages."""
     check_split(job.config, job.strategy.topology.pp, job.arguments.attn_implementation)
 
 

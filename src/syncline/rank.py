@@ -36,6 +36,8 @@ class RankEnvironment:
     world_size: int
     local_rank: int
     """Its index on its machine: which GPU is its own."""
+    local_world_size: int
+    """How many ranks its machine has."""
     address: str
     """Host name or IP of the machine of rank 0."""
     port: int
@@ -51,6 +53,11 @@ def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironme
     if "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1":
         return _slurm_environment(variables)
     return None
+
+
+def has_launcher() -> bool:
+    """Whether `syncline.launch` started this rank, and has checked and prepared what it needs."""
+    return bool(os.environ.get(LAUNCHER_VARIABLE))
 
 
 def run_rank(environment: RankEnvironment, body: Callable[[], int]) -> int:
@@ -105,7 +112,8 @@ def join(environment: RankEnvironment, device: str, timeout: float = JOIN_SECOND
         own = torch.device("cuda", environment.local_rank)
         torch.cuda.set_device(own)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        # Numbers that live on the host, such as token counts, are summed there without waiting for the GPU.
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         init_method=f"tcp://{environment.address}:{environment.port}",
         rank=environment.rank,
         world_size=environment.world_size,
@@ -144,6 +152,7 @@ def _torchrun_environment(variables: Mapping[str, str]) -> RankEnvironment:
             rank=_number(variables, "RANK"),
             world_size=_number(variables, "WORLD_SIZE"),
             local_rank=_number(variables, "LOCAL_RANK"),
+            local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
             address=variables["MASTER_ADDR"],
             port=_number(variables, "MASTER_PORT"),
         )
@@ -159,6 +168,7 @@ def _slurm_environment(variables: Mapping[str, str]) -> RankEnvironment:
             rank=_number(variables, "SLURM_PROCID"),
             world_size=_number(variables, "SLURM_NTASKS"),
             local_rank=_number(variables, "SLURM_LOCALID"),
+            local_world_size=int(variables.get("SLURM_NTASKS_PER_NODE", "1")),
             address=_first_host(nodes),
             # Equal on all ranks, different for neighbouring jobs, below the ports that systems hand out by themselves.
             port=15_000 + _number(variables, "SLURM_JOB_ID") % 15_000,
@@ -187,6 +197,12 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 def _consistent(environment: RankEnvironment) -> RankEnvironment:
+    if not 0 < environment.port < 65536:
+        raise UserError(
+            f"MASTER_PORT={environment.port}",
+            "it is no port that ranks could meet at",
+            "Start the ranks with torchrun --standalone, or give a port from 1 to 65535.",
+        )
     if environment.rank >= environment.world_size:
         raise UserError(
             f"rank {environment.rank} in a world of {environment.world_size}",

@@ -1,8 +1,8 @@
 """Ranks, their coordinates along the parallel axes, and the groups these coordinates span.
 
 Vocabulary: an *axis* is one way of splitting the work (`pp` pipeline stages, `dp` data-parallel replicas, `sharding`
-replicas that also divide optimizer state, `sep` sequence parts, `tp` tensor slices). Its *degree* is the number of parts. A
-*group along axes* is the set of ranks that differ in those axes only.
+replicas that also divide optimizer state, `sep` sequence parts, `tp` tensor slices). Its *degree* is the number of
+parts. A *group along axes* is the set of ranks that differ in those axes only.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_forward_programs_send_what_is_received(stages: int):
     assert Backward not in kinds
 
 
-# ---- Broken programs ---------------------------------------------------------------------------------------------------------
+# ---- Broken programs -------------------------------------------------------------------------------------------------
 
 Change = Callable[[int, list[Action]], list[Action]]
 
@@ -272,7 +272,7 @@ def test_a_peak_that_was_not_declared_is_rejected():
     assert violation.value.rule == 6
 
 
-# ---- Costs and factors -------------------------------------------------------------------------------------------------------
+# ---- Costs and factors -----------------------------------------------------------------------------------------------
 
 
 def reductions(strategy: Strategy) -> dict[str, int]:
@@ -314,7 +314,9 @@ def test_bubble_of_1f1b():
 
 
 def test_bytes_of_an_all_reduce():
-    """With 2 members each sends every byte once; scalars add 3 times 8 bytes, of which the norm needs none without a pipeline."""
+    """With 2 members each sends every byte once; scalars add 3 times 8 bytes, of which the norm needs none without a
+    pipeline.
+    """
     program = small_program(Strategy(topology=Topology(dp=2)), layers=1)
     payload = sum(program.gradient_bytes(bucket.id) for bucket in program.layout.buckets)
     assert to_json(program)["summary"]["bytes_sent_per_rank"] == [payload + 2 * 8] * 2

@@ -57,9 +57,9 @@ class MicroBatchLoader:
             for index in slots[first : first + self.micro_batch_size]
         ]
         input_ids, labels, position_ids = (
-            _to_device(np.stack(column), self.device) for column in zip(*rows, strict=True)
+            _on_its_way(np.stack(column), self.device) for column in zip(*rows, strict=True)
         )
-        return MicroBatch(input_ids, labels, position_ids)
+        return MicroBatch(input_ids, labels, position_ids).to(self.device)
 
 
 def evaluation_loader(
@@ -82,6 +82,7 @@ def _masked(sample: Sample) -> Sample:
     return sample._replace(labels=np.full_like(sample.labels, IGNORED_LABEL))
 
 
-def _to_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
+def _on_its_way(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    """On the host, in memory from which a GPU can copy without making the host wait."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -27,7 +27,7 @@ class MicroBatch:
 
     @property
     def valid_tokens(self) -> int:
-        """The number of labels that carry loss. Unless counted before, reads the labels, and so waits for their device."""
+        """The number of labels that carry loss. Unless counted before, reads the labels: waits for their device."""
         if self.counted_tokens is not None:
             return self.counted_tokens
         return int((self.labels != IGNORED_LABEL).sum())

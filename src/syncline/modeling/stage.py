@@ -80,8 +80,10 @@ class Stage(nn.Module):
 
     def enable_recompute(self) -> None:
         """Recompute each layer's activations in the backward. Raises `UserError` when the model cannot."""
+        # Before transformers 5.21 (the last for Python 3.10 is 5.20) the method has its older name.
+        newer = getattr(self.model, "activation_checkpointing_enable", None)
         try:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
+            (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         except ValueError as error:
             raise UserError(
                 f"recompute with {type(self.model).__name__}",

@@ -1,9 +1,10 @@
 """The vocabulary of a step: everything a rank may do between two optimizer steps, as frozen data.
 
-An action with a `during` names the backward inside which it happens as soon as it can: an allocation at the first gradient of its
-bucket, a reduction at the last one. It stands in the list right behind that backward, and has happened at the latest there: a
-bucket that some of its parameters never reach is allocated or reduced where the action stands. Reductions start in list order,
-whatever the order in which buckets fill, so every member of a group issues the same sequence.
+An action with a `during` names the backward inside which it happens as soon as it can: an allocation at the first
+gradient of its bucket, a reduction at the last one. It stands in the list right behind that backward, and has happened
+at the latest there: a bucket that some of its parameters never reach is allocated or reduced where the action stands.
+Reductions start in list order, whatever the order in which buckets fill, so every member of a group issues the same
+sequence.
 
 `group` names the ranks that take part (see `program.program.Program.members`): axes joined by `+` (`dp`), `world`, or
 `tied:0,3` for the stages 0 and 3 of the same pipeline.
@@ -23,7 +24,9 @@ class Action:
     """What one rank does next."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object: `action` is the snake_case class name; fields that say nothing (None, the factor 1) are left out."""
+        """A JSON object: `action` is the snake_case class name; fields that say nothing (None, the factor 1) are left
+        out.
+        """
         document: dict[str, Any] = {"action": snake_case(type(self).__name__)}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -43,7 +46,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-# ---- Compute -----------------------------------------------------------------------------------------------------------------
+# ---- Compute ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class Forward(Action):
 
 @dataclass(frozen=True)
 class ScaleLoss(Action):
-    """Seeds the backward of one micro-batch with a factor; stands between its forward and its backward on the last stage."""
+    """Seeds the backward of one micro-batch with a factor; stands between its forward and its backward on the last
+    stage.
+    """
 
     stage: int
     micro_batch: int
@@ -69,7 +74,7 @@ class Backward(Action):
     micro_batch: int
 
 
-# ---- Point-to-point ----------------------------------------------------------------------------------------------------------
+# ---- Point-to-point --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class ReceiveGradient(PointToPoint):
     direction: ClassVar[str] = "gradient"
 
 
-# ---- The life of a gradient --------------------------------------------------------------------------------------------------
+# ---- The life of a gradient ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class FreeGradients(Action):
     bucket: int
 
 
-# ---- Decisions and updates ---------------------------------------------------------------------------------------------------
+# ---- Decisions and updates -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,8 @@ class CountTokens(Action):
 class ClipGradients(Action):
     """One norm over all parameters, each counted once, and one clipping factor.
 
-    `buckets` are those that this rank contributes; `group` joins the parts. The norm is that of the gradient times `scale`.
+    `buckets` are those that this rank contributes; `group` joins the parts. The norm is that of the gradient times
+    `scale`.
     """
 
     buckets: tuple[int, ...]

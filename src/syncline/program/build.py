@@ -40,8 +40,8 @@ def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_byt
 def passes(strategy: Strategy) -> list[Pass]:
     """The passes of a strategy in their order.
 
-    First what every gradient is worth, then when it is reduced; then scales are folded, so that no scale stands between a
-    reduction and the place to which the overlap moves its wait; last the storage, which depends on all that reads it.
+    First what every gradient is worth, then when it is reduced; then scales are folded, so that no scale stands between
+    a reduction and the place to which the overlap moves its wait; last the storage, which depends on all that reads it.
     """
     assert not (strategy.overlap and strategy.sync is SyncMoment.AFTER_ACCUMULATION), "nothing is left to overlap with"
     normalization = {Normalization.TOKENS: token_mean, Normalization.MICRO_BATCH_MEAN: micro_batch_mean}

@@ -1,7 +1,7 @@
 """What a program costs, by formula and by liveness: bytes on the wire, bytes of gradients, bubbles.
 
-The runtime counts with the same `wire_bytes` what it really sends, so that a forecast and a count can only differ when the program
-and the run do.
+The runtime counts with the same `wire_bytes` what it really sends, so that a forecast and a count can only differ when
+the program and the run do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ BACKWARD_COST = 2.0
 def wire_bytes(kind: str, members: int, payload: int) -> int:
     """Bytes that each member sends for one collective on `payload` bytes, by the bandwidth-optimal (ring) algorithm.
 
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). Rounded up.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). Rounded
+    up.
     """
     if members == 1:
         return 0
@@ -95,7 +96,9 @@ def reductions(program: Program) -> Counter[int]:
 
 
 def bubble_fraction(program: Program) -> float:
-    """The share of the step in which a stage waits for another, with unit forwards, `BACKWARD_COST` backwards and free messages."""
+    """The share of the step in which a stage waits for another, with unit forwards, `BACKWARD_COST` backwards and free
+    messages.
+    """
     pipeline = program.topology.group(0, ("pp",))
     finish: dict[tuple[str, int, int], float] = {}
     clocks = dict.fromkeys(pipeline, 0.0)

@@ -1,7 +1,7 @@
 """Scale factors as exact products of named quantities, so that rule 5 can be proven and not merely measured.
 
-The quantities are `tokens` (valid tokens in the global batch), `micro_batch_tokens` (valid tokens in one micro-batch of one
-replica), `accumulation` (micro-batches per step, k) and `replicas` (ranks that average a gradient, n).
+The quantities are `tokens` (valid tokens in the global batch), `micro_batch_tokens` (valid tokens in one micro-batch of
+one replica), `accumulation` (micro-batches per step, k) and `replicas` (ranks that average a gradient, n).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Factor:
         for name, power in self.powers:
             quantity = quantities[name]
             if power < 0 and not quantity:
-                return one - one  # type: ignore[operator,no-any-return]
+                return one - one  # type: ignore[operator]
             for _ in range(abs(power)):
                 value = value * quantity if power > 0 else value / quantity  # type: ignore[operator]
         return value

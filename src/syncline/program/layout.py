@@ -1,7 +1,7 @@
 """Where every parameter lives: its stage, its bucket, its offset. Computed once, asked by everyone.
 
-A *bucket* is one flat buffer. Parameters, gradients, optimizer state of a bucket share its offsets, so that a bucket is reduced by
-one collective and updated by one fused optimizer call. Offsets are counted in elements, not bytes.
+A *bucket* is one flat buffer. Parameters, gradients, optimizer state of a bucket share its offsets, so that a bucket is
+reduced by one collective and updated by one fused optimizer call. Offsets are counted in elements, not bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from functools import cached_property
 from math import prod
 
 ALIGNMENT = 64
-"""Elements to which every parameter's offset is rounded up: 256 bytes in float32, so that every view suits the GEMM kernels."""
+"""Elements to which every parameter's offset is rounded up: 256 bytes in float32, so that every view suits the GEMM
+kernels.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """All buckets of all stages. Bucket ids ascend stage by stage, in the order in which the backward is expected to fill them."""
+    """All buckets of all stages. Bucket ids ascend stage by stage, in the order in which the backward is expected to
+    fill them.
+    """
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]
@@ -90,9 +94,9 @@ def lay_out(
 ) -> ParameterLayout:
     """Assign every trainable parameter to a bucket.
 
-    A bucket holds parameters of one stage, all with or all without weight decay, in the reverse of their registration order (in
-    which gradients tend to arrive), up to `bucket_bytes` of gradients. A parameter tied across stages has a bucket of its own, so
-    that its copies can be summed by one collective.
+    A bucket holds parameters of one stage, all with or all without weight decay, in the reverse of their registration
+    order (in which gradients tend to arrive), up to `bucket_bytes` of gradients. A parameter tied across stages has a
+    bucket of its own, so that its copies can be summed by one collective.
     """
     specs = tuple(specs)
     limit = max(1, bucket_bytes // gradient_itemsize)

@@ -66,7 +66,8 @@ def listing(program: Program, rank: int) -> list[str]:
 def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
     """The whole program: degrees, buckets, each rank's actions, the summary.
 
-    Ranks that hold the same stage do the same but for their peers; unless `ranks` names some, one of each stage is shown.
+    Ranks that hold the same stage do the same but for their peers; unless `ranks` names some, one of each stage is
+    shown.
     """
     shown = list(ranks) if ranks is not None else [program.topology.rank(pp=s) for s in range(program.topology.pp)]
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in program.topology.degrees.items() if degree > 1)

@@ -9,9 +9,10 @@ The six rules:
 5. The product of all scales on the path of a gradient is exactly the target.
 6. Gradient storage by liveness peaks at what the program declares, one storage per bucket.
 
-The proof is an abstract run: every rank executes its list on symbolic gradients. A bucket's content is, for every micro-batch, a
-coefficient (an exact fraction) and whether it already covers all replicas. Averages, sums, scales act on coefficients; when the
-optimizer reads the bucket, every micro-batch must be there once, cover every replica and carry exactly the target.
+The proof is an abstract run: every rank executes its list on symbolic gradients. A bucket's content is, for every
+micro-batch, a coefficient (an exact fraction) and whether it already covers all replicas. Averages, sums, scales act on
+coefficients; when the optimizer reads the bucket, every micro-batch must be there once, cover every replica and carry
+exactly the target.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class _AbstractRun:
             FreeGradients: self.free,
         }
 
-    # ---- The run -------------------------------------------------------------------------------------------------------------
+    # ---- The run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Verified:
         moved = True
@@ -261,7 +262,7 @@ class _AbstractRun:
     def value(self, factor: Factor) -> Fraction:
         return factor.evaluate(self.quantities, Fraction(1))
 
-    # ---- Compute and messages ------------------------------------------------------------------------------------------------
+    # ---- Compute and messages ----------------------------------------------------------------------------------------
 
     def forward(self, rank: _Rank, action: Action) -> None:
         assert isinstance(action, Forward)
@@ -335,7 +336,7 @@ class _AbstractRun:
         else:
             rank.gradients[key] = seed
 
-    # ---- Storage -------------------------------------------------------------------------------------------------------------
+    # ---- Storage -----------------------------------------------------------------------------------------------------
 
     def allocate(self, rank: _Rank, action: Action) -> None:
         assert isinstance(action, AllocateGradients)
@@ -373,7 +374,7 @@ class _AbstractRun:
             raise Violation(3, rank.number, action, f"bucket {id} is being reduced and has not been waited for")
         return bucket
 
-    # ---- Collectives ---------------------------------------------------------------------------------------------------------
+    # ---- Collectives -------------------------------------------------------------------------------------------------
 
     def start_reduction(self, rank: _Rank, action: Action) -> None:
         assert isinstance(action, ReduceGradients)

@@ -1,8 +1,8 @@
 """The storage behind the buckets: flat parameters, and the life of a gradient.
 
-A gradient bucket is one flat tensor. While it is allocated every parameter's `.grad` is a view of it, set before the backward, so
-that autograd accumulates each micro-batch's gradient in place: gradients are born where they are reduced and consumed, and are
-never flattened or copied. A parameter that no micro-batch reaches leaves zeros.
+A gradient bucket is one flat tensor. While it is allocated every parameter's `.grad` is a view of it, set before the
+backward, so that autograd accumulates each micro-batch's gradient in place: gradients are born where they are reduced
+and consumed, and are never flattened or copied. A parameter that no micro-batch reaches leaves zeros.
 """
 
 from __future__ import annotations

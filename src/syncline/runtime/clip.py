@@ -7,16 +7,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from syncline.program.layout import ALIGNMENT
+
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
 def squared_norm(flats: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat gradients, accumulated in at least float32; a float64 scalar."""
+    """The sum of squares of flat gradients, each of a multiple of `ALIGNMENT` elements; a float64 scalar.
+
+    Squares are summed row by row in at least float32, and the rows in float64: one float32 sum over millions of elements
+    would be wrong in the fourth digit.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        total += torch.linalg.vector_norm(flat, dtype=dtype).double() ** 2
+        rows = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
+        total += rows.double().square().sum()
     return total
 
 

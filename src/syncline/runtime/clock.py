@@ -1,7 +1,7 @@
 """Where a step's time goes, without ever making the device wait.
 
-On the CPU an action has taken effect when it returns, so the host's clock is right. On CUDA, events are recorded between phases and
-read when the step is reported, by which time they have passed.
+On the CPU an action has taken effect when it returns, so the host's clock is right. On CUDA, events are recorded
+between phases and read when the step is reported, by which time they have passed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class ActionTime:
 class Clock(Protocol):
     """Marks the phases of one step."""
 
-    def restart(self) -> None:
-        """A new step begins."""
-
     def enter(self, phase: Phase | None) -> None:
         """From now on time belongs to `phase`; None ends the step."""
 
@@ -48,9 +45,6 @@ class HostClock:
     """For devices that compute while the host waits."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
         self._spent = dict.fromkeys(Phase, 0.0)
         self._phase: Phase | None = None
         self._since = 0.0
@@ -71,9 +65,6 @@ class EventClock:
     """For CUDA: events in the current stream."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
         self._marks: list[tuple[Phase | None, torch.cuda.Event]] = []
 
     def enter(self, phase: Phase | None) -> None:

@@ -84,7 +84,7 @@ class Collectives:
     def members(self, group: str) -> tuple[int, ...]:
         return self._members[group]
 
-    def _all_reduce(self, tensor: Tensor, group: str, op: dist.ReduceOp) -> dist.Work | None:
+    def _all_reduce(self, tensor: Tensor, group: str, op: dist.ReduceOp.RedOpType) -> dist.Work | None:
         members = self._members[group]
         self.traffic.sent += wire_bytes("all_reduce", len(members), tensor.numel() * tensor.element_size())
         if len(members) == 1:

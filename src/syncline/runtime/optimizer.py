@@ -1,7 +1,7 @@
 """One fused update per bucket, on its flat tensors.
 
-A bucket's optimizer sees one parameter: the flat one, or its fp32 master copy when parameters are kept in a smaller dtype. The
-gradient's scale and the clipping factor are applied inside the fused kernel.
+A bucket's optimizer sees one parameter: the flat one, or its fp32 master copy when parameters are kept in a smaller
+dtype. The gradient's scale and the clipping factor are applied inside the fused kernel.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class BucketOptimizer:
             self._parameters.flat.copy_(self.master)
 
     def _apply(self, flat: Tensor, factor: Tensor) -> None:
-        # The fused kernels divide by a float32 scale while they read the gradient; in float64 that would cost half the digits.
+        # The fused kernels divide by a float32 scale while they read the gradient; in float64 that would cost half the
+        # digits.
         if flat.dtype == torch.float32:
             self.optimizer.grad_scale = factor.float().reciprocal()  # type: ignore[attr-defined]
             self.optimizer.found_inf = torch.zeros((), device=flat.device)  # type: ignore[attr-defined]

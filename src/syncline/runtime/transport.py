@@ -1,11 +1,12 @@
 """Activations and their gradients between neighbouring stages, of any shape, safely.
 
-A receive of another size than was sent corrupts memory or aborts the process, so a receiver never guesses: the sender announces
-dtype and shape in a small fixed-size header. Headers are remembered by what both sides know, the shape of the micro-batch, and are
-sent once for each, once per step, or with every message (`ShapeExchange`). Headers are not counted as traffic.
+A receive of another size than was sent corrupts memory or aborts the process, so a receiver never guesses: the sender
+announces dtype and shape in a small fixed-size header. Headers are remembered by what both sides know, the shape of the
+micro-batch, and are sent once for each, once per step, or with every message (`ShapeExchange`). Headers are not counted
+as traffic.
 
-Activations and gradients travel on communicators of their own, so that a stage's send down and its neighbour's send up never
-wait for one another.
+Activations and gradients travel on communicators of their own, so that a stage's send down and its neighbour's send up
+never wait for one another.
 """
 
 from __future__ import annotations

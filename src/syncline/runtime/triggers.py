@@ -1,8 +1,8 @@
 """What makes an action happen inside a backward: autograd's own hooks on the parameters.
 
-The first gradient of a bucket allocates it; the last one makes it ready for its reduction. Reductions start strictly in the order of
-the program: a bucket that is ready early waits for those before it, so that all members of a group issue the same sequence even
-when some parameters get no gradient on some ranks.
+The first gradient of a bucket allocates it; the last one makes it ready for its reduction. Reductions start strictly in
+the order of the program: a bucket that is ready early waits for those before it, so that all members of a group issue
+the same sequence even when some parameters get no gradient on some ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BackwardTriggers:
 
     def arm(self, actions: Sequence[Action], buckets: dict[int, GradientBucket]) -> None:
         """Before a backward: what may happen inside it, in program order."""
-        assert not self._allocations and not self._reductions
+        assert not self._allocations
+        assert not self._reductions
         self._allocations = {a.bucket: a for a in actions if isinstance(a, AllocateGradients)}
         self._reductions = [a for a in actions if isinstance(a, ReduceGradients)]
         self._missing = {a.bucket: len(buckets[a.bucket].parameters) for a in self._reductions}

@@ -54,6 +54,14 @@ PHASES: dict[type[Action], Phase] = {
 """Actions that are not forward and backward work."""
 
 
+Compute = Callable[[Stage, MicroBatch, "Tensor | None"], Tensor]
+"""What a forward computes: (stage, micro-batch, hidden states received) -> hidden states, loss or logits."""
+
+Observe = Callable[[Action], None]
+
+DuringBackward = AllocateGradients | ReduceGradients
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One step's outcome on one rank. Scalars stay on the device until they are read."""
@@ -70,6 +78,8 @@ class StepResult:
     peak_gradient_bytes: int
     held_gradient_bytes: int
     """What is still allocated after the step."""
+    clock: Clock
+    """Seconds of each phase, for who reads them."""
     actions: tuple[ActionTime, ...] = ()
     """When each action ran, if timers are on."""
 
@@ -80,6 +90,7 @@ class _StepState:
 
     micro_batches: Sequence[MicroBatch]
     learning_rate: float
+    compute: Compute
     tokens: int = 0
     tokens_known: bool = False
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -115,7 +126,6 @@ class Worker:
         self.stages = stages
         self.program = program
         self.memory = GradientMemory()
-        self.clock: Clock = clock_for(device)
         self._device = device
         self._collectives = collectives
         self._transport = transport
@@ -154,35 +164,50 @@ class Worker:
             ReduceLoss: self._reduce_loss,
         }
 
-    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """One optimizer step of this rank: `micro_batches` of the program's number, on this rank's device."""
+    def step(
+        self, micro_batches: Sequence[MicroBatch], learning_rate: float, observe: Observe | None = None
+    ) -> StepResult:
+        """One optimizer step of this rank: `micro_batches` of the program's number, on this rank's device.
+
+        `observe` is called with every action that has been performed where it stands in the program.
+        """
         assert len(micro_batches) == self.program.micro_batches
-        return self._run(self.program.ranks[self.rank], micro_batches, learning_rate)
+        actions = self.program.ranks[self.rank]
+        state = _StepState(micro_batches, learning_rate, Stage.__call__)
+        return self._run(actions, state, observe)
 
     @torch.no_grad()
     def evaluate(self, program: Program, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Run a program without backwards; the loss is the sum of token losses."""
-        return self._run(program.ranks[self.rank], micro_batches, 0.0)
+        return self._run(program.ranks[self.rank], _StepState(micro_batches, 0.0, Stage.__call__))
 
-    # ---- Running -------------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def predict(self, program: Program, micro_batch: MicroBatch) -> Tensor | None:
+        """The logits (batch, sequence, vocabulary) of one micro-batch where its last stage is, None elsewhere."""
+        state = _StepState((micro_batch,), 0.0, _hidden_or_logits)
+        self._run(program.ranks[self.rank], state)
+        return next(iter(state.outputs.values()), None)
 
-    def _run(self, actions: Sequence[Action], micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        self._state = _StepState(micro_batches, learning_rate)
+    # ---- Running ---------------------------------------------------------------------------------------------------
+
+    def _run(self, actions: Sequence[Action], state: _StepState, observe: Observe | None = None) -> StepResult:
+        self._state = state
         self._collectives.traffic.restart()
         self.memory.restart_peak()
-        self.clock.restart()
+        clock = clock_for(self._device)
         times: list[ActionTime] = []
         began = time.perf_counter()
         for position, action in enumerate(actions):
-            self.clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
+            clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
             start = time.perf_counter() - began if self._timers else 0.0
             if getattr(action, "during", None) is None:
                 self._perform(action)
             if self._timers:
                 times.append(ActionTime(position, start, time.perf_counter() - began))
+            if observe is not None:
+                observe(action)
         self._transport.end_step()
-        self.clock.enter(None)
-        state, self._state = self._state, _StepState((), 0.0)
+        clock.enter(None)
         assert state.loss is not None
         return StepResult(
             loss=state.loss,
@@ -192,6 +217,7 @@ class Worker:
             bytes_sent=self._collectives.traffic.sent,
             peak_gradient_bytes=self.memory.peak,
             held_gradient_bytes=self.memory.held,
+            clock=clock,
             actions=tuple(times),
         )
 
@@ -201,7 +227,7 @@ class Worker:
     def _prepare_gradients(self, actions: Sequence[Action]) -> None:
         """Buckets that no action allocates live for the whole run; those with a `during` are watched."""
         allocated = {action.bucket for action in actions if isinstance(action, AllocateGradients)}
-        watched = {action.bucket for inside in self._during.values() for action in inside}
+        watched = {happening.bucket for inside in self._during.values() for happening in inside}
         for id, bucket in self.gradients.items():
             if id not in allocated:
                 bucket.allocate()
@@ -221,7 +247,7 @@ class Worker:
     def _value(self, scale: Factor, micro_batch: int | None = None) -> float:
         return scale.evaluate(self._quantities(micro_batch), 1.0)
 
-    # ---- Compute -------------------------------------------------------------------------------------------------------------
+    # ---- Compute -----------------------------------------------------------------------------------------------------
 
     def _count_tokens(self, action: CountTokens) -> None:
         # On the host, from what the loader has counted: no device waits for it.
@@ -233,8 +259,8 @@ class Worker:
     def _forward(self, action: Forward) -> None:
         key = (action.stage, action.micro_batch)
         stage = self.stages[action.stage]
-        output = stage(self._state.micro_batches[action.micro_batch], self._state.inputs.get(key))
-        if stage.is_last:
+        output = self._state.compute(stage, self._state.micro_batches[action.micro_batch], self._state.inputs.get(key))
+        if stage.is_last and output.dim() == 0:
             self._state.losses[action.micro_batch] = output.detach()
         self._state.outputs[key] = output
 
@@ -257,7 +283,7 @@ class Worker:
             assert received.grad is not None, f"stage {action.stage} does not use what it receives"
             self._state.input_gradients[key] = received.grad
 
-    # ---- Messages ------------------------------------------------------------------------------------------------------------
+    # ---- Messages ----------------------------------------------------------------------------------------------------
 
     def _shape(self, micro_batch: int) -> tuple[int, ...]:
         return tuple(self._state.micro_batches[micro_batch].input_ids.shape)
@@ -280,7 +306,7 @@ class Worker:
         gradient = self._transport.receive(action, self._shape(action.micro_batch))
         self._state.output_gradients[action.stage, action.micro_batch] = gradient
 
-    # ---- The life of a gradient ----------------------------------------------------------------------------------------------
+    # ---- The life of a gradient --------------------------------------------------------------------------------------
 
     def _reduce_gradients(self, action: ReduceGradients) -> None:
         bucket = self.gradients[action.bucket]
@@ -326,9 +352,13 @@ class Worker:
         self._state.loss = loss
 
 
-def _actions_by_backward(actions: Sequence[Action]) -> dict[Backward, tuple[Action, ...]]:
+def _hidden_or_logits(stage: Stage, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    return stage.logits(micro_batch, hidden) if stage.is_last else stage(micro_batch, hidden)
+
+
+def _actions_by_backward(actions: Sequence[Action]) -> dict[Backward, tuple[DuringBackward, ...]]:
     """What happens during each backward, in program order."""
-    inside: dict[Backward, list[Action]] = {}
+    inside: dict[Backward, list[DuringBackward]] = {}
     for action in actions:
         if isinstance(action, (AllocateGradients, ReduceGradients)) and action.during is not None:
             inside.setdefault(action.during, []).append(action)

@@ -16,8 +16,8 @@ GlobalBatch = dict[tuple[int, int], MicroBatch]
 def hard_global_batch(seed: int, step: int, replicas: int, micro_batches: int, vocabulary: int) -> GlobalBatch:
     """One step's samples, a function of the arguments alone; at least one token of the global batch is valid.
 
-    Every row keeps a random share of its labels. In step 1 the last replica has no valid token at all; in every step one
-    micro-batch in four has none, on a replica that varies.
+    Every row keeps a random share of its labels. In step 1 the last replica has no valid token at all; in every step
+    one micro-batch in four has none, on a replica that varies.
     """
     generator = torch.Generator().manual_seed(seed * 1009 + step)
     batch: GlobalBatch = {}

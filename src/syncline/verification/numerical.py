@@ -1,4 +1,6 @@
-"""One rank's part in `syncline verify`: train its share of hard batches, and compare every parameter with the reference."""
+"""One rank's part in `syncline verify`: train its share of hard batches, and compare every parameter with the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from syncline.modeling.shrink import shrink_config
 from syncline.runtime.worker import StepResult
 from syncline.strategy import Normalization, resolve_strategy
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
-from syncline.verification.double import InFloat64
+from syncline.verification.double import InFloat64, recompute_in_float64
 from syncline.verification.probes import add_probes
 from syncline.verification.reference import ReferenceRun, ReferenceSettings, run_reference
 
@@ -29,6 +31,12 @@ LEARNING_RATE = 1e-2
 """Large, so that after a few steps the updates are as large as the parameters."""
 CLIPPED_NORM = 0.05
 """Small, so that clipping acts in every step when it is on."""
+BUCKET_BYTES = 10_000
+"""Small, so that every stage has several buckets."""
+EPSILON = 1e-6
+"""Adam's epsilon: with a smaller one, the rounding of gradients that are 0 in exact arithmetic would fill the
+tolerance.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,9 @@ def verification_job(arguments: TrainingArguments) -> Job:
         max_seq_length=SEQUENCE,
         model_name_or_path=None,
         max_grad_norm=CLIPPED_NORM if arguments.max_grad_norm > 0 else 0.0,
-        gradient_bucket_size_MB=0.01,
+        adam_epsilon=max(arguments.adam_epsilon, EPSILON),
     )
-    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=10_000)
+    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
     return describe_job(small, config=config, strategy=strategy, change_model=add_probes)
 
 
@@ -72,6 +80,7 @@ def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -
     ]
     with InFloat64():
         engine = start_engine(job, rank, device)
+        recompute_in_float64(engine.stage)
         results = [engine.worker.step(_own(job, batch, rank, device), LEARNING_RATE) for batch in steps]
         return _gather(rank, *_compare(engine, results, reference_run(job, steps)))
 

@@ -1,4 +1,4 @@
-"""Parameters that make trouble, added to a model on the meta device: one used by some samples only, one used by none."""
+"""Parameters that make trouble, added to a model on the meta device: one used by some samples, one used by none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ SOMETIMES, NEVER = "used_by_some_samples", "used_by_no_sample"
 def add_probes(model: PreTrainedModel) -> None:
     """Give every decoder layer both kinds of parameters.
 
-    The first is used by the rows whose first hidden value is positive, and by none of a micro-batch in which no row's is: there it
-    gets no gradient at all. Which rows these are follows from the data and the weights, so every topology agrees.
+    The first is used by the rows whose first hidden value is positive, and by none of a micro-batch in which no row's
+    is: there it gets no gradient at all. Which rows these are follows from the data and the weights, so every topology
+    agrees.
     """
     for layer in _decoder_layers(model):
         hidden = int(model.config.get_text_config().hidden_size)

@@ -1,7 +1,8 @@
 """One process on the whole global batch: the plainest training loop there is.
 
-It shares no scheduling, reduction, bucket, clipping or optimizer code with what it checks: whole Hugging Face model, one forward of
-all samples (or one per micro-batch where each counts alike), PyTorch's own cross-entropy, clipping and per-parameter optimizer.
+It shares no scheduling, reduction, bucket, clipping or optimizer code with what it checks: whole Hugging Face model,
+one forward of all samples (or one per micro-batch where each counts alike), PyTorch's own cross-entropy, clipping and
+per-parameter optimizer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def run_reference(model: PreTrainedModel, steps: Sequence[GlobalBatch], settings
         parameter.grad = torch.zeros_like(parameter)
     losses, norms = [], []
     for batch in steps:
-        # A parameter that no sample reaches has the gradient 0, and its moments decay; it is not left out of the update.
+        # A parameter that no sample reaches has the gradient 0, and its moments decay; it is not left out of the
+        # update.
         optimizer.zero_grad(set_to_none=False)
         loss = _mean_of_micro_batches(model, batch) if settings.mean_of_micro_batches else _token_mean(model, batch)
         loss.backward()

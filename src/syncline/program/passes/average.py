@@ -1,4 +1,6 @@
-"""`enable_allreduce_avg_in_gradient_scale`: a sum followed by a division by `replicas` becomes an average in the collective."""
+"""`enable_allreduce_avg_in_gradient_scale`: a sum followed by a division by `replicas` becomes an average in the
+collective.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`enable_delay_scale_loss`: the part of the loss's scale that all micro-batches share joins the gradients' scale.
 
-Losses are then seeded with 1 (or with what only their own micro-batch knows), and each bucket is multiplied once, after its last
-reduction. Every stage gets the same factor, since every stage's gradients descend from the same seeds.
+Losses are then seeded with 1 (or with what only their own micro-batch knows), and each bucket is multiplied once, after
+its last reduction. Every stage gets the same factor, since every stage's gradients descend from the same seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """All scales of a gradient that is not written any more become one multiplication, where it costs no pass over memory.
 
-Scaling is linear, so what stands behind a bucket's last reduction may as well be done earlier or later: in the seed of the backward
-when losses are scaled there anyway, otherwise (`enable_delay_scale_loss`) in the optimizer's fused kernel. In the latter case the
-norm is computed on the unscaled gradients and multiplied by the same factor.
+Scaling is linear, so what stands behind a bucket's last reduction may as well be done earlier or later: in the seed of
+the backward when losses are scaled there anyway, otherwise (`enable_delay_scale_loss`) in the optimizer's fused kernel.
+In the latter case the norm is computed on the unscaled gradients and multiplied by the same factor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the sum of token losses is divided by.
 
-Both passes scale the seed of every backward, so that gradients arrive with their final size; `delay_loss_scale` moves what is
-common to all micro-batches to the gradients. Reductions average over replicas, hence the factor `replicas` where a sum is meant.
+Both passes scale the seed of every backward, so that gradients arrive with their final size; `delay_loss_scale` moves
+what is common to all micro-batches to the gradients. Reductions average over replicas, hence the factor `replicas`
+where a sum is meant.
 """
 
 from __future__ import annotations

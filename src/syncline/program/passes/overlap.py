@@ -42,7 +42,9 @@ def _start_inside(actions: Sequence[Action]) -> list[Action]:
 
 
 def _sink_waits(actions: Sequence[Action]) -> list[Action]:
-    """Every wait, with the scales that depend on it, moves down to just before the first action that touches its bucket."""
+    """Every wait, with the scales that depend on it, moves down to just before the first action that touches its
+    bucket.
+    """
     changed: list[Action] = []
     pending: dict[int, list[Action]] = {}
     for action in actions:

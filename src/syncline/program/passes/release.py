@@ -1,4 +1,6 @@
-"""`enable_release_grads`: a bucket exists from its first gradient until the optimizer has consumed it, and not between steps."""
+"""`enable_release_grads`: a bucket exists from its first gradient until the optimizer has consumed it, and not between
+steps.
+"""
 
 from __future__ import annotations
 

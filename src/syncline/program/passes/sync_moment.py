@@ -1,4 +1,6 @@
-"""When gradients are reduced. The naive step reduces after every micro-batch; these passes leave one reduction per bucket."""
+"""When gradients are reduced. The naive step reduces after every micro-batch; these passes leave one reduction per
+bucket.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold (a tied embedding and head): their gradients are summed before anyone reads them."""
+"""Parameters that several stages hold (tied embedding and head): their gradients are summed before they are read."""
 
 from __future__ import annotations
 

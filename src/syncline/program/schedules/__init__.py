@@ -1,4 +1,6 @@
-"""In which order one stage computes its forwards and backwards. A schedule knows nothing but its stage and the number of micro-batches."""
+"""In which order one stage computes its forwards and backwards. A schedule knows nothing but its stage and the number
+of micro-batches.
+"""
 
 from __future__ import annotations
 

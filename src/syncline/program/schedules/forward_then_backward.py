@@ -1,6 +1,7 @@
 """FThenB: all forwards, then all backwards; the activations of every micro-batch are held at once.
 
-Source: GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019), section 2.3.
+Source: GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019),
+section 2.3.
 """
 
 from __future__ import annotations

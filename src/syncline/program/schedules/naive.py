@@ -1,8 +1,8 @@
 """The naive step: what every option starts from, written to be obviously right.
 
-Every rank runs its schedule; every backward is followed by the reduction of each of its buckets, waited for at once and divided
-by the number of replicas, so that what has accumulated is always the mean over replicas; then each bucket is updated and zeroed.
-Losses are sums over tokens and are not scaled: the normalisation is a pass of its own.
+Every rank runs its schedule; every backward is followed by the reduction of each of its buckets, waited for at once and
+divided by the number of replicas, so that what has accumulated is always the mean over replicas; then each bucket is
+updated and zeroed. Losses are sums over tokens and are not scaled: the normalisation is a pass of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def forward_program(topology: Topology, layout: ParameterLayout, micro_batches: 
 
 
 def replica_group(topology: Topology) -> str:
-    """The name of the group over which a gradient is averaged: the replica axes in use, `dp` when there is one replica."""
+    """The name of the group that averages a gradient: the replica axes in use, `dp` when there is one replica."""
     return "+".join(axis for axis in REPLICA_AXES if topology.degrees[axis] > 1) or "dp"
 
 

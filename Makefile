@@ -1,0 +1,36 @@
+# The two commands of the README. Each sets itself up in .venv first; that is quick once it stands.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check docs clean
+
+demo: $(INSTALLED)
+	$(BIN)/syncline train
+	$(BIN)/python examples/evaluate_exported_model.py outputs/demonstration
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# Formatting, lint, types, and generated documents that are out of date.
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m syncline.documentation --check
+
+docs: $(INSTALLED)
+	$(BIN)/python -m syncline.documentation
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+		--constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[development]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs

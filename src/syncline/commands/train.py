@@ -1,0 +1,105 @@
+"""`syncline train`: checks everything, starts the local ranks; or, where someone else has started ranks, is one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import as_file, files
+
+from syncline.arguments import TrainingArguments, load_arguments
+from syncline.commands.words import split_words
+from syncline.errors import UserError
+from syncline.rank import RankEnvironment, has_launcher, join, leave, rank_environment, run_rank
+
+
+def train(words: Sequence[str]) -> int:
+    """Run the command with the words after `train`; returns the exit status."""
+    environment = rank_environment()
+    if environment is not None:
+        return run_rank(environment, lambda: _train_as_rank(environment, words))
+    arguments = _load(words)
+    if arguments.world_size not in (None, arguments.nproc_per_node):
+        raise UserError(
+            f"world_size {arguments.world_size}",
+            "train starts its ranks on this machine only, as many as nproc_per_node or the degrees say",
+            "Write nproc_per_node, or start the ranks with torchrun",
+        )
+    processes = _prepare(arguments)
+    from syncline.launch import launch
+
+    return launch(["-m", "syncline", "train", *words], processes)
+
+
+def _load(words: Sequence[str]) -> TrainingArguments:
+    split = split_words(words)
+    if split.config is not None:
+        return load_arguments(split.config, split.overrides)
+    with as_file(files("syncline") / "demonstration.yaml") as demonstration:
+        return load_arguments(demonstration, split.overrides)
+
+
+def _prepare(arguments: TrainingArguments) -> int:
+    """Everything that can go wrong, before any process starts; returns how many to start."""
+    from syncline.job import check_model, describe_job
+    from syncline.program.text import to_json
+    from syncline.run_folder import RunFolder
+    from syncline.samples import prepare_samples
+
+    job = describe_job(arguments)
+    for warning in job.strategy.warnings:
+        print(f"syncline: warning: {warning}", file=sys.stderr)
+    check_model(job)
+    choose_device(arguments, job.strategy.topology.world_size)
+    prepare_samples(arguments, job.config)
+    folder = RunFolder.of(arguments)
+    folder.claim(arguments.overwrite_output_dir)
+    folder.write_request(arguments, to_json(job.program))
+    return job.strategy.topology.world_size
+
+
+def choose_device(arguments: TrainingArguments, local_ranks: int) -> str:
+    """`cuda` or `cpu`, as told; by itself, cuda where every local rank has a GPU of its own.
+
+    Raises:
+        UserError: for cuda without enough GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if arguments.device == "cuda" and gpus < local_ranks:
+        raise UserError(
+            f"device cuda with {local_ranks} local ranks",
+            f"this machine shows {gpus} GPUs",
+            "Write device: cpu, or start fewer ranks",
+        )
+    if arguments.device != "auto":
+        return arguments.device
+    return "cuda" if gpus >= local_ranks else "cpu"
+
+
+def _train_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
+    arguments = replace(_load(words), world_size=environment.world_size)
+    from syncline.job import describe_job
+    from syncline.program.text import to_json
+    from syncline.run_folder import RunFolder
+    from syncline.samples import prepare_samples
+    from syncline.summary import summary_lines
+    from syncline.trainer import Trainer
+
+    job = describe_job(arguments)
+    data = prepare_samples(arguments, job.config)
+    if not has_launcher() and environment.rank == 0:
+        folder = RunFolder.of(arguments)
+        folder.claim(arguments.overwrite_output_dir)
+        folder.write_request(arguments, to_json(job.program))
+    device = join(
+        environment, choose_device(arguments, environment.local_world_size), arguments.distributed_timeout_seconds
+    )
+    trainer = Trainer(job, data, environment.rank, device)
+    evaluation = trainer.train()
+    trainer.export()
+    if environment.rank == 0 and trainer.last_result is not None:
+        print("\n".join(summary_lines(job, trainer.last_result, trainer.folder, evaluation)))
+    leave()
+    return 0

@@ -1,0 +1,57 @@
+"""`syncline verify`: the numerical law on this configuration, on small shapes, with real ranks on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from syncline.arguments import load_arguments
+from syncline.commands.words import require_config, split_words
+from syncline.errors import UserError
+from syncline.rank import RankEnvironment, join, leave, rank_environment, run_rank
+
+MOST_RANKS = 64
+
+
+def verify(words: Sequence[str]) -> int:
+    """Run the command with the words after `verify`; returns the exit status."""
+    environment = rank_environment()
+    if environment is not None:
+        return run_rank(environment, lambda: _verify_as_rank(environment, words))
+    split = split_words(words, switches=("json",))
+    arguments = load_arguments(require_config(split, "verify"), split.overrides)
+    from syncline.job import check_model
+    from syncline.launch import launch
+    from syncline.verification.numerical import verification_job
+
+    job = verification_job(arguments)
+    check_model(job)
+    world_size = job.strategy.topology.world_size
+    if world_size > MOST_RANKS:
+        raise UserError(
+            f"verify with {world_size} ranks",
+            f"every rank is a process on this machine, and at most {MOST_RANKS} are started",
+            "Lower the degrees for the check, for example --data_parallel_degree 2",
+        )
+    return launch(["-m", "syncline", "verify", *words], world_size, threads_per_rank=1)
+
+
+def _verify_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
+    split = split_words(words, switches=("json",))
+    arguments = load_arguments(require_config(split, "verify"), split.overrides)
+    arguments = replace(arguments, world_size=environment.world_size)
+    from syncline.verification.numerical import verify_rank
+
+    device = join(environment, "cpu", arguments.distributed_timeout_seconds)
+    report = verify_rank(arguments, environment.rank, device)
+    leave()
+    if environment.rank == 0:
+        verdict = "passed" if report.passed else "FAILED"
+        text = (
+            f"{verdict}: {report.parameters} parameters on {environment.world_size} ranks after {report.steps} steps; "
+            f"largest relative error {report.max_relative_error:.2e} (tolerance {report.tolerance:.0e}) in "
+            f"{report.worst_parameter} on rank {report.worst_rank}"
+        )
+        print(json.dumps(asdict(report)) if "json" in split.options else text, flush=True)
+    return 0 if report.passed else 1

@@ -1,0 +1,161 @@
+"""Messages of any shape between stages arrive as they were sent, and a message that does not come is named."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.program.actions import ReceiveActivation, ReceiveGradient, SendActivation, SendGradient
+from syncline.runtime.collectives import CommunicationError, Traffic
+from syncline.runtime.transport import Transport
+from syncline.strategy import ShapeExchange, Strategy
+from syncline.topology import Topology
+from tests.stand_ins import CPU, Token, Weights, exact, micro_batch_of, start_worker
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = timedelta(seconds=60)
+STEPS = (
+    ((2, 5), (2, 9), (1, 5)),
+    ((2, 9), (2, 9), (3, 1)),
+    ((1, 5), (2, 5), (2, 7)),
+)
+"""The shapes of the micro-batches of each step: new ones and old ones, in changing order."""
+
+HEADERS = {
+    ShapeExchange.ONCE: 5,  # as many as there are different shapes
+    ShapeExchange.EACH_STEP: 3 + 2 + 3,
+    ShapeExchange.EVERY_MESSAGE: 9,
+}
+
+
+@contextlib.contextmanager
+def counted_headers() -> Iterator[list[int]]:
+    """The sizes of all integer messages that this rank sends."""
+    sizes: list[int] = []
+    honest = dist.isend
+
+    def isend(tensor: Tensor, *arguments, **keywords):
+        if not tensor.is_floating_point():
+            sizes.append(tensor.numel())
+        return honest(tensor, *arguments, **keywords)
+
+    with mock.patch.object(dist, "isend", isend):
+        yield sizes
+
+
+def hidden_states(shape: tuple[int, ...], step: int, micro_batch: int, dtype: torch.dtype) -> Tensor:
+    """(batch, sequence, 4), not contiguous."""
+    batch, sequence = shape
+    values = torch.arange(batch * sequence * 4, dtype=torch.float64).reshape(batch, 4, sequence).transpose(1, 2)
+    return (values + 100 * step + 10 * micro_batch).to(dtype)
+
+
+def exchange(rank: int, world_size: int, mode: ShapeExchange, dtype: torch.dtype) -> tuple[int, int]:
+    """Activations go down and gradients back up; (headers sent, bytes counted)."""
+    traffic = Traffic()
+    transport = Transport(Topology(pp=2), mode, CPU, traffic, TIMEOUT)
+    with counted_headers() as headers:
+        for step, shapes in enumerate(STEPS):
+            for index, shape in enumerate(shapes):
+                if rank == 0:
+                    transport.send(SendActivation(0, index, 1), hidden_states(shape, step, index, dtype), shape)
+                else:
+                    found = transport.receive(ReceiveActivation(1, index, 0), shape)
+                    assert torch.equal(found, hidden_states(shape, step, index, dtype))
+                    assert found.dtype == dtype
+                    transport.send(SendGradient(1, index, 0), -found, shape)
+            for index, shape in enumerate(shapes):
+                if rank == 0:
+                    found = transport.receive(ReceiveGradient(0, index, 1), shape)
+                    assert torch.equal(found, -hidden_states(shape, step, index, dtype))
+            transport.end_step()
+    return len(headers), traffic.sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", list(ShapeExchange))
+def test_shapes_that_change_between_micro_batches_and_steps(pool, mode, dtype):
+    elements = 4 * sum(batch * sequence for shapes in STEPS for batch, sequence in shapes)
+    assert pool.run(2, exchange, mode, dtype) == [(HEADERS[mode], elements * dtype.itemsize)] * 2
+
+
+def train_with_changing_lengths(
+    rank: int, world_size: int, modes: Sequence[ShapeExchange]
+) -> dict[ShapeExchange, dict[str, list[float]]]:
+    """What three stages of two replicas end with; lengths differ between micro-batches, steps and replicas."""
+    found = {}
+    for mode in modes:
+        strategy = exact(Strategy(topology=Topology(pp=3, dp=2), micro_batches=4))
+        worker = start_worker(
+            rank, replace(strategy, shape_exchange=mode), Weights(stages=(("first",), ("second",), ("third",)))
+        )
+        replica = strategy.topology.replica(rank)
+        for step in range(3):
+            lengths = [1 + (3 * step + 2 * index + replica) % 5 for index in range(4)]
+            given = [[Token(2.0, (step + at) % 3) for at in range(length)] for length in lengths]
+            worker.step([micro_batch_of(tokens) for tokens in given], 0.25)
+        (stage,) = worker.stages.values()
+        found[mode] = {name: weight.tolist() for name, weight in stage.parameters_by_name().items()}
+    return found
+
+
+def right_weights() -> dict[str, Any]:
+    weights = dict.fromkeys(range(3), 1.0)
+    for step in range(3):
+        lengths = [1 + (3 * step + 2 * index + replica) % 5 for index in range(4) for replica in range(2)]
+        used = [(step + at) % 3 for length in lengths for at in range(length)]
+        for index in weights:
+            weights[index] -= 0.25 * 2.0 * used.count(index) / len(used)
+    return {name: [pytest.approx(weights[index], rel=1e-12)] for index, name in enumerate(("first", "second", "third"))}
+
+
+def test_a_pipeline_trains_on_sequences_of_changing_length(pool):
+    expected = right_weights()
+    for found in pool.run(6, train_with_changing_lengths, list(ShapeExchange), timeout=240.0):
+        assert set(found) == set(ShapeExchange)
+        for mode, weights in found.items():
+            assert weights == {name: expected[name] for name in weights}, mode
+
+
+def wait_in_vain(rank: int, world_size: int) -> str:
+    """Rank 1 waits for what rank 0 never sends, although rank 0 is alive."""
+    transport = Transport(Topology(pp=2), ShapeExchange.ONCE, CPU, Traffic(), timedelta(seconds=1))
+    message = ""
+    if rank == 1:
+        with pytest.raises(CommunicationError) as error:
+            transport.receive(ReceiveActivation(1, 3, 0), (2, 5))
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+def test_a_message_that_does_not_come_is_named(pool):
+    _, message = pool.run(2, wait_in_vain)
+    assert "rank 1 waited for the activation of micro-batch 3 at stage 1 from rank 0, which did not come" in message
+
+
+def reduce_alone(rank: int, world_size: int) -> str:
+    """Rank 0 steps, rank 1 does not."""
+    message = ""
+    worker = start_worker(rank, exact(Strategy(topology=Topology(dp=2))), Weights(), timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(CommunicationError) as error:
+            worker.step([micro_batch_of([Token(1.0)])], 0.1)
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+def test_a_collective_that_others_do_not_join_is_named(pool):
+    message, _ = pool.run(2, reduce_alone)
+    assert "rank 0 waited for the number of valid tokens on every replica, which did not come" in message

@@ -1,0 +1,245 @@
+"""Models whose gradients are given, for tests of what happens to a gradient; and real ranks that train them.
+
+A token names a weight and the gradient that it gives to every element of it. Its loss is that gradient times the sum of
+the weight's elements, so a step's right outcome can be worked out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+
+from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
+from syncline.modeling.stage import Stage
+from syncline.program.build import ITEMSIZE, build_program
+from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
+from syncline.program.program import Program
+from syncline.program.verify import verify
+from syncline.runtime.collectives import Collectives
+from syncline.runtime.optimizer import OptimizerSettings
+from syncline.runtime.transport import Transport
+from syncline.runtime.worker import Worker
+from syncline.strategy import Strategy, SyncMoment
+from tests.groups import reused_groups
+
+UNIT = 1 / 16
+"""Given gradients are multiples of it."""
+
+CPU = torch.device("cpu")
+SGD = OptimizerSettings("sgd")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token: `gradient` for each element of the weight of index `weight`, unless it is masked."""
+
+    gradient: float
+    weight: int = 0
+    masked: bool = False
+
+
+Tokens = Sequence[Token]
+"""One micro-batch."""
+
+
+def tokens(*gradients: float, weight: int = 0) -> list[Token]:
+    return [Token(gradient, weight) for gradient in gradients]
+
+
+def masked(*gradients: float, weight: int = 0) -> list[Token]:
+    return [Token(gradient, weight, masked=True) for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model: the weights of each stage, all of them 1 at first; their indices count through all stages."""
+
+    stages: tuple[tuple[str, ...], ...] = (("weight",),)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Later copy -> first copy."""
+    elements: int = 1
+    """Of each weight."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for names in self.stages for name in names)
+
+    def layout(self, strategy: Strategy) -> ParameterLayout:
+        specs = [
+            ParameterSpec(name, (self.elements,), stage, decay=True, tied_to=self.tied.get(name))
+            for stage, names in enumerate(self.stages)
+            for name in names
+        ]
+        return lay_out(
+            specs,
+            bucket_bytes=strategy.bucket_bytes,
+            gradient_itemsize=ITEMSIZE[strategy.gradient_dtype],
+            replicas=strategy.topology.replicas,
+        )
+
+
+class GivenGradients(Stage):
+    """One stage of `Weights`. Stages hand on the losses of the tokens so far, shape (1, tokens)."""
+
+    def __init__(self, model: Weights, index: int, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == len(model.stages) - 1
+        self.first_weight = sum(len(names) for names in model.stages[:index])
+        self.names = model.stages[index]
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(model.elements, dtype=dtype)) for _ in self.names)
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return dict(zip(self.names, self.weights, strict=True))
+
+    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        gradients = (micro_batch.input_ids * UNIT).to(self.weights[0].dtype)
+        losses = torch.zeros_like(gradients) if hidden is None else hidden
+        for index, weight in enumerate(self.weights, self.first_weight):
+            own = micro_batch.position_ids == index
+            if own.any():  # A weight that no token names is not part of the graph.
+                losses = losses + gradients * own * weight.sum()
+        return losses[micro_batch.labels != IGNORED_LABEL].sum() if self.is_last else losses
+
+
+def micro_batch_of(given: Tokens) -> MicroBatch:
+    sixteenths = [token.gradient / UNIT for token in given]
+    assert all(value == int(value) for value in sixteenths), "no multiple of the unit"
+    labels = [IGNORED_LABEL if token.masked else 0 for token in given]
+    weights = [token.weight for token in given]
+    gradients = [int(value) for value in sixteenths]
+    return MicroBatch(torch.tensor([gradients]), torch.tensor([labels]), torch.tensor([weights]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, what its ranks are given, and how they train it."""
+
+    steps: Sequence[Sequence[Sequence[Tokens]]]
+    """[step][replica][micro-batch]"""
+    strategy: Strategy
+    model: Weights = field(default_factory=Weights)
+    optimizer: OptimizerSettings = SGD
+    learning_rate: float = 0.5
+    max_gradient_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank after its last step."""
+
+    weights: dict[str, list[float]]
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    tokens: list[int]
+    moments: dict[str, float]
+    """The largest first and second moment, and the number of updates, where the optimizer has any."""
+
+
+def exact(strategy: Strategy, *, bucket_bytes: int = 1) -> Strategy:
+    """The same strategy in float64, with a bucket for each parameter unless `bucket_bytes` is larger."""
+    return replace(
+        strategy,
+        parameter_dtype="float64",
+        gradient_dtype="float64",
+        reduce_dtype="float64",
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def policies(strategy: Strategy) -> dict[str, Strategy]:
+    """Every way in which an option may lead the same gradients to the same end, in float64."""
+    found = {}
+    for sync in SyncMoment:
+        for overlap in (False, True) if sync is not SyncMoment.AFTER_ACCUMULATION else (False,):
+            for average in (False, True):
+                for delay in (False, True):
+                    for release in (False, True):
+                        name = f"{sync.value} {overlap=} {average=} {delay=} {release=}"
+                        found[name] = exact(
+                            replace(
+                                strategy,
+                                sync=sync,
+                                overlap=overlap,
+                                average_in_collective=average,
+                                delay_loss_scale=delay,
+                                release_gradients=release,
+                            )
+                        )
+    return found
+
+
+def start_worker(
+    rank: int,
+    strategy: Strategy,
+    model: Weights,
+    *,
+    optimizer: OptimizerSettings = SGD,
+    max_gradient_norm: float = 0.0,
+    timeout: timedelta = timedelta(seconds=30),
+) -> Worker:
+    """As `syncline.engine` starts one; without peers it needs no process group."""
+    program: Program = build_program(strategy, model.layout(strategy), activation_bytes=0)
+    verify(program)
+    collectives = Collectives([program], rank, getattr(torch, strategy.reduce_dtype), timeout)
+    transport = Transport(strategy.topology, strategy.shape_exchange, CPU, collectives.traffic, timeout)
+    stage = GivenGradients(model, strategy.topology.stage(rank), getattr(torch, strategy.parameter_dtype))
+    return Worker(
+        rank,
+        {stage.index: stage},
+        program,
+        collectives,
+        transport,
+        gradient_dtype=getattr(torch, strategy.gradient_dtype),
+        optimizer=optimizer,
+        max_gradient_norm=max_gradient_norm,
+        device=CPU,
+        timers=strategy.timers,
+    )
+
+
+def train(rank: int, run: Run) -> Outcome:
+    """This rank's part of a run."""
+    worker = start_worker(
+        rank, run.strategy, run.model, optimizer=run.optimizer, max_gradient_norm=run.max_gradient_norm
+    )
+    replica = run.strategy.topology.replica(rank)
+    results = [worker.step([micro_batch_of(given) for given in step[replica]], run.learning_rate) for step in run.steps]
+    (stage,) = worker.stages.values()
+    return Outcome(
+        weights={name: weight.tolist() for name, weight in stage.parameters_by_name().items()},
+        losses=[float(result.loss) for result in results],
+        norms=[float(result.gradient_norm) for result in results if result.gradient_norm is not None],
+        skipped=[result.skipped for result in results],
+        tokens=[result.tokens for result in results],
+        moments=_moments(worker),
+    )
+
+
+def train_all(rank: int, world_size: int, runs: Mapping[str, Run]) -> dict[str, Outcome]:
+    """One run after another on the same ranks; what goes wrong says in which."""
+    outcomes = {}
+    with reused_groups() as groups:
+        for name, run in runs.items():
+            assert run.strategy.topology.world_size == world_size
+            groups.next_run()
+            try:
+                outcomes[name] = train(rank, run)
+            except Exception as error:
+                raise RuntimeError(f"in the run [{name}]") from error
+    return outcomes
+
+
+def _moments(worker: Worker) -> dict[str, float]:
+    """The largest value of every kind of optimizer state."""
+    largest: dict[str, float] = {}
+    for optimizer in worker.optimizers.values():
+        for name, value in optimizer.optimizer.state.get(optimizer.master, {}).items():
+            largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
+    return largest

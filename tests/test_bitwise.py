@@ -1,0 +1,175 @@
+"""Options that only move work leave every bit of every parameter as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from syncline.arguments import arguments_from_mapping
+from syncline.engine import start_engine
+from syncline.job import describe_job
+from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
+from tests.groups import reused_groups
+from tests.stand_ins import CPU
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+SEED = 11
+VOCABULARY = 128
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+
+TOPOLOGIES = {
+    "dp=2": (2, {}),
+    "dp=3": (3, {}),
+    "pp=2": (2, {"pipeline_parallel_degree": 2}),
+    "pp=2 dp=2": (4, {"pipeline_parallel_degree": 2}),
+}
+
+AFTER = {"data_parallel_config": "gradient_sync_after_accumulate"}
+NO_OVERLAP = {"overlap_gradient_reduction": False}
+RELEASE = {"release_grads": True}
+EVERY = {"gradient_sync": "every_micro_batch"}
+
+MOVED: Mapping[str, Mapping[str, Any]] = {
+    "last micro-batch, overlapped": {},
+    "last micro-batch": NO_OVERLAP,
+    "after accumulation": AFTER,
+    "last micro-batch, overlapped, released": RELEASE,
+    "last micro-batch, released": {**NO_OVERLAP, **RELEASE},
+    "after accumulation, released": {**AFTER, **RELEASE},
+    "timers": {"pipeline_parallel_config": "enable_timer"},
+}
+"""Ways to do the same arithmetic."""
+
+MOVED_IN_A_PIPELINE: Mapping[str, Mapping[str, Any]] = {
+    "all forwards first": {"pipeline_schedule_mode": "FThenB"},
+    "shapes with every message": {"pipeline_parallel_config": "disable_p2p_cache_shape"},
+    "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},
+}
+
+MOVED_IN_EVERY_BACKWARD: Mapping[str, Mapping[str, Any]] = {
+    "every micro-batch, overlapped": EVERY,
+    "every micro-batch": {**EVERY, **NO_OVERLAP},
+    "every micro-batch, overlapped, released": {**EVERY, **RELEASE},
+}
+
+Digests = dict[str, str]
+"""Parameter (or what was reported) -> a digest of its bits."""
+
+
+def trained(rank: int, world_size: int, keys: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's parameters after all steps, and what each step reported."""
+    arguments = arguments_from_mapping(
+        {
+            "model_config": LLAMA,
+            "nproc_per_node": world_size,
+            "gradient_accumulation_steps": 4,
+            "per_device_train_batch_size": ROWS,
+            "max_seq_length": SEQUENCE,
+            "weight_decay": 0.1,
+            "gradient_bucket_size_MB": 0.01,
+            "max_grad_norm": 0.5,
+            **keys,
+        }
+    )
+    job = describe_job(arguments)
+    engine = start_engine(job, rank, CPU)
+    topology, k = job.strategy.topology, job.strategy.micro_batches
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        batch = hard_global_batch(SEED, step, topology.replicas, k, VOCABULARY)
+        result = engine.worker.step([batch[topology.replica(rank), index] for index in range(k)], 1e-3)
+        assert result.gradient_norm is not None
+        found[f"loss of step {step}"] = result.loss
+        found[f"norm of step {step}"] = result.gradient_norm
+    return {**found, **{name: p.detach() for name, p in engine.stage.parameters_by_name().items()}}
+
+
+def digests(
+    rank: int, world_size: int, variants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, Any]
+) -> dict[str, Digests]:
+    """For every variant of `keys`, the bits that this rank ends with."""
+    found = {}
+    with reused_groups() as groups:
+        for name, variant in variants.items():
+            groups.next_run()
+            values = trained(rank, world_size, {**keys, **variant})
+            found[name] = {
+                key: sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+                for key, value in values.items()
+            }
+    return found
+
+
+def assert_bitwise_equal(pool, topology: str, variants: Mapping[str, Mapping[str, Any]], **keys: Any) -> None:
+    """Between variants on every rank, and between ranks for all that they share."""
+    ranks, degrees = TOPOLOGIES[topology]
+    by_rank = pool.run(ranks, digests, variants, {**degrees, **keys}, timeout=240.0)
+    for rank, found in enumerate(by_rank):
+        reference_name, reference = next(iter(found.items()))
+        for name, variant in found.items():
+            different = [key for key in reference if variant[key] != reference[key]]
+            assert not different, f"rank {rank}, [{name}] against [{reference_name}]: {different}"
+            for other_rank, other in enumerate(by_rank):
+                shared = [key for key in reference if key in other[name]]
+                different = [key for key in shared if other[name][key] != variant[key]]
+                assert not different, f"[{name}], rank {rank} against rank {other_rank}: {different}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_release_overlap_and_the_moment_of_one_reduction_change_no_bit(pool, topology, dtype):
+    """Under bfloat16 gradients accumulate in float32 and update float32 master weights."""
+    pipeline = MOVED_IN_A_PIPELINE if topology.startswith("pp") else {}
+    assert_bitwise_equal(pool, topology, {**MOVED, **pipeline}, dtype=dtype)
+
+
+@pytest.mark.parametrize("topology", ["dp=3", "pp=2 dp=2"])
+def test_release_and_overlap_change_no_bit_when_every_micro_batch_is_reduced(pool, topology):
+    assert_bitwise_equal(pool, topology, MOVED_IN_EVERY_BACKWARD)
+
+
+@pytest.mark.parametrize("keys", [{"amp_master_grad": False}, {"gradient_reduce_dtype": "bfloat16"}, {"optim": "sgd"}])
+def test_other_precisions_and_optimizers_change_no_bit_either(pool, keys):
+    assert_bitwise_equal(pool, "dp=2", MOVED, dtype="bfloat16", **keys)
+
+
+def differences_of_averages(rank: int, world_size: int, keys: Mapping[str, Any]) -> dict[str, float]:
+    """How far apart the sum with a division and the average in the collective end, relative to the largest value."""
+    average = {"data_parallel_config": "enable_allreduce_avg_in_gradient_scale"}
+    summed, averaged = (trained(rank, world_size, {**keys, **variant}) for variant in ({}, average))
+    return {
+        name: float((summed[name].double() - averaged[name].double()).abs().max() / summed[name].double().abs().max())
+        for name in summed
+    }
+
+
+@pytest.mark.parametrize("topology", ["dp=3", "pp=2 dp=2"])
+def test_averaging_in_the_collective_changes_rounding_only(pool, topology):
+    ranks, degrees = TOPOLOGIES[topology]
+    for differences in pool.run(ranks, differences_of_averages, {**degrees, "optim": "sgd"}, timeout=240.0):
+        assert max(differences.values()) < 1e-5, differences
+
+
+def test_a_change_of_arithmetic_is_seen(pool):
+    """Delaying the scale rounds differently; nothing else tells these runs apart."""
+    variants = {"scaled loss": {}, "delayed scale": {"pipeline_parallel_config": "enable_delay_scale_loss"}}
+    for found in pool.run(2, digests, variants, {}):
+        scaled, delayed = found.values()
+        different = [name for name in scaled if scaled[name] != delayed[name]]
+        assert "model.embed_tokens.weight" in different
