@@ -28,6 +28,12 @@ INTRODUCTION = f"""\
 Each section is written by the command that measures it. Times are medians. A ratio is the median over pairs of steps
 that ran one after the other in the same processes, and is surer than the two times; with it stands the interval in
 which the true median lies with a confidence of {CONFIDENCE:.0%}.
+
+```console
+$ python benchmarks/against_ddp.py --write docs/benchmarks.md
+$ python benchmarks/gradient_life.py --write docs/benchmarks.md
+$ python benchmarks/startup.py --write docs/benchmarks.md
+```
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from syncline.arguments import OPTIONS
 from syncline.arguments.flags import FLAGS
 from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
-from syncline.documentation import PAGES, main, options_markdown, stale_pages
+from syncline.documentation import PAGES, SECTIONS, main, options_markdown, stale_pages
 from syncline.not_yet import NOT_YET
 
 ROOT = Path(__file__).parent.parent
@@ -41,11 +41,17 @@ def test_every_row_has_the_cells_of_its_table():
 
 def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    for path, sections in SECTIONS.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        empty = [f"<!-- begin {name} -->\n\n<!-- end {name} -->\n" for name in sections]
+        (tmp_path / path).write_text("Kept.\n" + "".join(empty))
     assert main(["--check"]) == 1
-    assert "docs/options.md is not current" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(f"{path} is not current" in said for path in (*PAGES, *SECTIONS))
     assert main([]) == 0
     assert main(["--check"]) == 0
     assert all((tmp_path / path).is_file() for path in PAGES)
+    assert all((tmp_path / path).read_text().startswith("Kept.\n<!-- begin") for path in SECTIONS)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--check", "more"]])

@@ -1,5 +1,6 @@
-"""The documentation pages that are generated from the code, so that they cannot go stale.
+"""What is generated in the documentation: whole pages, and sections of pages, so that they cannot go stale.
 
+A section stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`.
 `python -m syncline.documentation` writes them, `python -m syncline.documentation --check` fails if one is not current.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from difflib import unified_diff
 from pathlib import Path
 
 from syncline.arguments import OPTIONS
@@ -15,6 +17,9 @@ from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
 from syncline.arguments.option import GROUPS, Option
 from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
+from syncline.program.example import example_program, example_strategy
+from syncline.program.text import listing
+from syncline.strategy import SyncMoment
 
 
 def options_markdown() -> str:
@@ -22,13 +27,69 @@ def options_markdown() -> str:
     return "\n".join([*_introduction(), *_options(), *_flags(), *_not_yet(), *_no_effect(), *_other_spellings()])
 
 
+def program_markdown() -> str:
+    """The default step of the example program."""
+    return _code("text", listing(example_program(example_strategy(average_in_collective=True)), 0))
+
+
+def moved_markdown() -> str:
+    """What `gradient_sync_after_accumulate` moves in the example program."""
+    plain = example_program(example_strategy(sync=SyncMoment.EVERY_MICRO_BATCH, overlap=False))
+    moved = example_program(example_strategy(sync=SyncMoment.AFTER_ACCUMULATION, overlap=False))
+    lines = unified_diff(
+        listing(plain, 0), listing(moved, 0), "every_micro_batch", "gradient_sync_after_accumulate", lineterm="", n=3
+    )
+    return _code("diff", lines)
+
+
+def life_markdown() -> str:
+    """The options of a gradient's life in one table."""
+    options = [OPTIONS[name] for name in ("gradient_sync", "overlap_gradient_reduction", "release_grads")]
+    flags = [flag for flag in FLAGS if flag.name in LIFE_FLAGS]
+    rows = [(f"`{option.name}`", option.effect, option.cost) for option in options]
+    rows += [(f"`{flag.name}`", flag.effect, flag.cost) for flag in flags]
+    return "\n".join(_table(("Option", "What it does to the program", "What it costs and buys"), rows)).strip()
+
+
+LIFE_FLAGS = (
+    "gradient_sync_after_accumulate",
+    "enable_allreduce_avg_in_gradient_scale",
+    "enable_delay_scale_loss",
+    "enable_release_grads",
+)
+
 PAGES: dict[str, Callable[[], str]] = {"docs/options.md": options_markdown}
 """Every generated page by its path in the repository."""
+
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"program": program_markdown, "life": life_markdown},
+    "docs/architecture.md": {"moved": moved_markdown},
+}
+"""Every generated section by its page and name."""
+
+
+def current_page(root: Path, path: str) -> str:
+    """The text that the page should have: generated whole, or as it is with its sections generated again."""
+    if path in PAGES:
+        return PAGES[path]()
+    page = (root / path).read_text()
+    for name, text in SECTIONS[path].items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found, f"{path} has no section {name}"
+        assert closed, f"{path} does not end its section {name}"
+        page = before + begin + text() + "\n" + end + after
+    return page
 
 
 def stale_pages(root: Path) -> list[str]:
     """The pages below `root` whose text is not what the code says now."""
-    return [path for path, text in PAGES.items() if not (root / path).is_file() or (root / path).read_text() != text()]
+    return [
+        path
+        for path in (*PAGES, *SECTIONS)
+        if not (root / path).is_file() or (root / path).read_text() != current_page(root, path)
+    ]
 
 
 def main(words: list[str]) -> int:
@@ -42,9 +103,9 @@ def main(words: list[str]) -> int:
     if words:
         print("usage: python -m syncline.documentation [--check]", file=sys.stderr)
         return 2
-    for path, text in PAGES.items():
+    for path in (*PAGES, *SECTIONS):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text())
+        (root / path).write_text(current_page(root, path))
     return 0
 
 
@@ -148,6 +209,10 @@ def _other_spellings() -> Iterator[str]:
             for reason in reasons
         ),
     )
+
+
+def _code(language: str, lines: Iterable[str]) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from syncline.arguments.flags import CONFIGS, FLAGS
 from syncline.arguments.nearest import nearest
 from syncline.commands.words import require_config, split_words
 from syncline.errors import UserError
+from syncline.program.program import Program
 
 
 def program(words: Sequence[str]) -> int:
@@ -79,11 +80,9 @@ def _difference(before: str, after: str, option: str) -> str:
     return "\n".join(lines) or f"{option} moves nothing in this program"
 
 
-def _write_page(path: Path, arguments: TrainingArguments, program: object) -> None:
-    from syncline.program.program import Program
+def _write_page(path: Path, arguments: TrainingArguments, program: Program) -> None:
     from syncline.reports.program_page import program_page
 
-    assert isinstance(program, Program)
     try:
         path.write_text(program_page(program, arguments), encoding="utf-8")
     except OSError as error:

@@ -16,8 +16,8 @@ EPSILON = 1e-6
 def squared_norm(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of flat gradients, each of a multiple of `ALIGNMENT` elements; a float64 scalar.
 
-    Squares are summed row by row in at least float32, and the rows in float64: one float32 sum over millions of elements
-    would be wrong in the fourth digit.
+    Squares are summed row by row in at least float32, and the rows in float64: one float32 sum over millions of
+    elements would be wrong in the fourth digit.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:

@@ -41,19 +41,23 @@ class BackwardTriggers:
 
     def finish(self) -> None:
         """After the backward: what has not happened inside it happens now, in program order."""
-        for allocation in list(self._allocations.values()):
-            self._allocate(allocation.bucket)
+        for bucket in list(self._allocations):
+            self.allocate_now(bucket)
         while self._reductions:
             self._perform(self._reductions.pop(0))
         self._missing = {}
+
+    def allocate_now(self, bucket: int) -> None:
+        """A gradient is about to be added to the bucket: if that is the first one, the bucket gets its storage."""
+        if bucket in self._allocations:
+            self._perform(self._allocations.pop(bucket))
 
     def _watch_parameter(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
         id = bucket.bucket.id
 
         def before_accumulation(gradient: Tensor) -> None:
             # `.grad` must be a view of the bucket before autograd adds to it.
-            if id in self._allocations:
-                self._allocate(id)
+            self.allocate_now(id)
 
         def after_accumulation(parameter: nn.Parameter) -> None:
             if id in self._missing:
@@ -62,9 +66,6 @@ class BackwardTriggers:
 
         parameter.register_hook(before_accumulation)
         parameter.register_post_accumulate_grad_hook(after_accumulation)
-
-    def _allocate(self, bucket: int) -> None:
-        self._perform(self._allocations.pop(bucket))
 
     def _start_ready(self) -> None:
         while self._reductions and self._missing[self._reductions[0].bucket] == 0:

@@ -39,6 +39,7 @@ from syncline.runtime.clip import clipping_factor, squared_norm
 from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for
 from syncline.runtime.collectives import Collectives, Pending
 from syncline.runtime.optimizer import BucketOptimizer, OptimizerSettings
+from syncline.runtime.products import accumulate_in_products
 from syncline.runtime.transport import Transport
 from syncline.runtime.triggers import BackwardTriggers
 
@@ -143,6 +144,11 @@ class Worker:
         self._during = _actions_by_backward(program.ranks[rank])
         self._triggers = BackwardTriggers(self._perform)
         self._prepare_gradients(program.ranks[rank])
+        self._bucket_of: dict[Tensor, int] = {
+            p: id for id, bucket in self.parameters.items() for p in bucket.parameters
+        }
+        for stage in stages.values():
+            accumulate_in_products(stage, self._main_gradient, gradient_dtype)
         self._handlers: dict[type[Action], Callable[..., None]] = {
             CountTokens: self._count_tokens,
             Forward: self._forward,
@@ -233,6 +239,11 @@ class Worker:
                 bucket.allocate()
             if id in watched:
                 self._triggers.watch(bucket)
+
+    def _main_gradient(self, parameter: Tensor) -> Tensor:
+        self._triggers.allocate_now(self._bucket_of[parameter])
+        assert parameter.grad is not None
+        return parameter.grad
 
     def _quantities(self, micro_batch: int | None = None) -> dict[str, float]:
         assert self._state.tokens_known, "a scale is needed before the tokens have been counted"

@@ -1,0 +1,21 @@
+"""The program that the documents show: a two-layer model on two replicas, two micro-batches to a step."""
+
+from __future__ import annotations
+
+from syncline.program.build import build_program
+from syncline.program.layout import ParameterSpec, lay_out
+from syncline.program.program import Program
+from syncline.strategy import Strategy
+from syncline.topology import Topology
+
+
+def example_program(strategy: Strategy) -> Program:
+    """The step of `strategy` for two layers of one matrix each, in two buckets; replicas and micro-batches are 2."""
+    replicas = strategy.topology.replicas
+    specs = [ParameterSpec(f"layers.{layer}.weight", (64, 64), 0, decay=True) for layer in range(2)]
+    layout = lay_out(specs, bucket_bytes=64 * 64 * 4, gradient_itemsize=4, replicas=replicas)
+    return build_program(strategy, layout, activation_bytes=0)
+
+
+def example_strategy(**decisions: object) -> Strategy:
+    return Strategy(topology=Topology(dp=2), micro_batches=2, **decisions)  # type: ignore[arg-type]
