@@ -1,17 +1,21 @@
 """Reading arguments: every option is documented, every spelling is understood, every mistake gets its three parts."""
 
+import ast
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import syncline
 from syncline.arguments import OPTIONS, TrainingArguments, arguments_from_mapping, load_arguments, resolved_yaml
 from syncline.arguments.flags import CONFIGS, FLAGS, FLAGS_OF
 from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
 from syncline.arguments.help import help_text
+from syncline.arguments.loading import read_overrides
 from syncline.arguments.markup import read_yaml
 from syncline.arguments.option import GROUPS, Option
 from syncline.errors import UserError
@@ -62,6 +66,35 @@ class TestDocumentation:
         names = [*OPTIONS, *(alias for option in OPTIONS.values() for alias in option.aliases)]
         foreign = [*(key for key in TRANSLATIONS if key not in OPTIONS), *REFUSALS, *MEANINGLESS]
         assert len([*names, *foreign]) == len({*names, *foreign})
+
+
+READ_BY_NO_ATTRIBUTE = {
+    **dict.fromkeys(CONFIGS[1:], "syncline.flag_effects reads all four in one loop over CONFIGS"),
+    "release_grads": "syncline.strategy reads it by name, together with its flag",
+    "sequence_parallel": "arrives with tensor parallelism; without it always a warning",
+    "sharding_comm_buffer_size_MB": "arrives with sharding; without it always a warning",
+    "save_total_limit": "arrives with checkpoints; without them always a warning",
+}
+
+
+def names_read_outside_arguments() -> set[str]:
+    """Every `NAME` in `arguments.NAME`, `job.arguments.NAME`, or `a.NAME` in the table of what arrives later.
+
+    The table of options without effect does not count: an option that only it reads has none.
+    """
+    package = Path(syncline.__file__).parent
+    files = [path for path in package.rglob("*.py") if "arguments" not in path.parts and path.name != "no_effect.py"]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_arguments(node.value)}
+
+
+def is_arguments(node: ast.expr) -> bool:
+    return getattr(node, "id", getattr(node, "attr", "")) in ("arguments", "a")
+
+
+class TestUse:
+    def test_every_option_is_read_somewhere(self):
+        assert set(OPTIONS) - names_read_outside_arguments() == set(READ_BY_NO_ATTRIBUTE)
 
 
 class TestFiles:
@@ -247,6 +280,32 @@ class TestValues:
         assert arguments_from_mapping({"max_data_bytes": "1e6"}).max_data_bytes == 1_000_000
         assert arguments_from_mapping({"seed": str(2**60 + 1)}).seed == 2**60 + 1
 
+    @pytest.mark.parametrize(
+        ("name", "value", "read"),
+        [
+            ("output_dir", "~/run", "/home/someone/run"),
+            ("data_cache_folder", "~", "/home/someone"),
+            (
+                "train_data",
+                ["~/a/*.txt", "b~.txt", "random-tokens"],
+                ("/home/someone/a/*.txt", "b~.txt", "random-tokens"),
+            ),
+            ("validation_data", "~/a.txt", ("/home/someone/a.txt",)),
+            ("tokenizer_name_or_path", "~/tokenizer", "/home/someone/tokenizer"),
+            ("tokenizer_name_or_path", "train-bpe:300", "train-bpe:300"),
+            ("model_name_or_path", "~/model", "/home/someone/model"),
+            ("model_name_or_path", "facebook/llama-7b", "facebook/llama-7b"),
+        ],
+    )
+    def test_a_path_may_begin_at_home(self, monkeypatch, name, value, read):
+        monkeypatch.setenv("HOME", "/home/someone")
+        assert getattr(arguments_from_mapping({name: value}), name) == read
+
+    def test_a_tokenizer_beside_the_model_is_found_at_home_too(self, monkeypatch):
+        monkeypatch.setenv("HOME", "/home/someone")
+        arguments = arguments_from_mapping({"model_name_or_path": "~/model"})
+        assert arguments.tokenizer_name_or_path == "/home/someone/model"
+
     def test_a_plain_no_in_yaml_is_the_choice_no(self):
         assert arguments_from_mapping(read_yaml("save_strategy: no")).save_strategy == "no"
 
@@ -323,6 +382,9 @@ class TestForeignKeys:
             ({"train_sampling_strategy": "sequential"}, {"shuffle": False}),
             ({"use_cpu": True}, {"device": "cpu"}),
             ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1}),
+            ({"warmup_steps": "0.1"}, {"warmup_ratio": 0.1}),
+            (read_overrides(["--warmup_steps", "0.1"]), {"warmup_ratio": 0.1}),
+            (read_overrides(["--warmup_steps", "10"]), {"warmup_steps": 10}),
             ({"optim": "adamw_torch_fused"}, {"optim": "adamw"}),
             ({"ddp_timeout": 30}, {"distributed_timeout_seconds": 30}),
             ({"report_to": ["tensorboard"]}, {"report_to": "tensorboard"}),
@@ -336,6 +398,18 @@ class TestForeignKeys:
 
     def test_later_sources_win_over_translations(self):
         assert arguments_from_mapping({"dtype": "float64"}, {"bf16": True}).dtype == "bfloat16"
+
+    @pytest.mark.parametrize(
+        ("earlier", "later"),
+        [
+            ({"bf16": True}, {"bf16": "false"}),
+            ({"warmup_steps": 0.1}, {"warmup_steps": "10"}),
+            ({"warmup_steps": 100}, {"warmup_steps": "0.1"}),
+            ({"deepspeed": "stage2.json"}, {"deepspeed": None}),
+        ],
+    )
+    def test_a_repeated_key_leaves_nothing_of_its_earlier_value(self, earlier, later):
+        assert arguments_from_mapping(earlier, later) == arguments_from_mapping(later)
 
 
 def values_of(option: Option) -> st.SearchStrategy:

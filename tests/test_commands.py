@@ -104,6 +104,9 @@ def test_program_shows_what_an_option_moves(tmp_path: Path):
     page = tmp_path / "page.html"
     assert syncline("program", config, "--html", page, "--rank", 1).returncode == 0
     assert "reduce gradients 0 sum over dp" in page.read_text()
+    both = json.loads(syncline("program", config, "--without", "gradient_sync_after_accumulate", "--json").stdout)
+    assert both["with"]["summary"]["bytes_sent_per_rank"] == both["without"]["summary"]["bytes_sent_per_rank"]
+    assert both["with"]["ranks"] != both["without"]["ranks"]
     unset = syncline("program", config, "--without", "enable_release_grads")
     assert unset.returncode == 2
     assert "no config sets this flag" in unset.stderr
@@ -131,6 +134,18 @@ def test_torchrun_starts_ranks_as_well(tmp_path: Path):
     assert run.returncode == 0, run.stderr
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["world_size"] == 2
+
+
+def test_under_torchrun_a_request_is_checked_as_well(tmp_path: Path):
+    """Stages cannot be cut from a model without a plan; and what has no effect is said once."""
+    model = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = write_config(tmp_path / "config.yaml", nproc_per_node=None, model_config=model, pipeline_parallel_degree=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "syncline", "train", str(config), "--output_dir", str(tmp_path / "run")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "transformers has no pipeline plan for this model" in run.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,7 +6,7 @@ from syncline.rank import RankEnvironment, rank_environment
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 SLURM = {
     "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_NODELIST": "node[07-09,12],login1",
     "SLURM_JOB_ID": "100234",
@@ -16,8 +16,8 @@ SLURM = {
 def test_an_ordinary_process_is_no_rank():
     assert rank_environment({}) is None
     assert rank_environment({"MASTER_ADDR": "somewhere"}) is None
-    assert rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-    assert rank_environment({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
+    assert rank_environment({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert rank_environment({"SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1"}) is None
 
 
 def test_torchrun():

@@ -252,13 +252,18 @@ class TestNotYet:
         assert refusal(fp16=True).wrong == "arrives with fp16"
 
 
-WITHOUT_EFFECT = [
+RANDOM_TOKENS = {"train_data": "random-tokens"}
+
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"gradient_sync": "every_micro_batch", "gradient_accumulation_steps": 2}, "gradient_sync"),
     ({"gradient_sync": "every_micro_batch", "data_parallel_degree": 2}, "gradient_sync"),
     ({"overlap_gradient_reduction": False}, "overlap_gradient_reduction"),
     ({"gradient_reduce_dtype": "bfloat16"}, "gradient_reduce_dtype"),
     ({"hybrid_parallel_topo_order": "sharding_first"}, "hybrid_parallel_topo_order"),
     ({"pipeline_schedule_mode": "FThenB"}, "pipeline_schedule_mode"),
+    ({"pipeline_schedule_mode": "FThenB", "pipeline_parallel_degree": 2}, "pipeline_schedule_mode"),
+    ({"nproc_per_node": 2, "world_size": 8}, "nproc_per_node"),
+    ({"progress": "none", "logging_steps": 1}, "logging_steps"),
     ({"sequence_parallel": True}, "sequence_parallel"),
     ({"sharding_comm_buffer_size_MB": 100}, "sharding_comm_buffer_size_MB"),
     ({"amp_master_grad": True}, "amp_master_grad"),
@@ -274,12 +279,36 @@ WITHOUT_EFFECT = [
     ({"optim": "sgd", "adam_epsilon": 1e-6}, "adam_epsilon"),
     ({"validation_split": 0.1, "validation_data": "a.txt"}, "validation_split"),
     ({"random_token_samples": 3}, "random_token_samples"),
+    ({**RANDOM_TOKENS, "tokenizer_name_or_path": "train-bpe:300"}, "tokenizer_name_or_path"),
+    ({**RANDOM_TOKENS, "text_field": "body"}, "text_field"),
+    ({"train_data": "python-stdlib", "text_field": "body"}, "text_field"),
+    ({**RANDOM_TOKENS, "max_data_bytes": 1000}, "max_data_bytes"),
+    ({**RANDOM_TOKENS, "data_cache_folder": "cache"}, "data_cache_folder"),
+    ({**RANDOM_TOKENS, "isolate_documents": True}, "isolate_documents"),
+    ({**RANDOM_TOKENS, "sample_tokens": 20}, "sample_tokens"),
+    ({**RANDOM_TOKENS, "sample_tokens": 20, "sample_prompt": "def"}, "sample_prompt"),
     ({"eval_steps": 3, "validation_split": 0}, "eval_steps"),
+    ({"eval_steps": 3, "max_steps": 3}, "eval_steps"),
+    ({"eval_steps": 3, "max_steps": 3, "early_stopping_patience": 1}, "early_stopping_patience"),
+    ({"per_device_eval_batch_size": 3, "validation_split": 0}, "per_device_eval_batch_size"),
     ({"early_stopping_patience": 3}, "early_stopping_patience"),
     ({"early_stopping_patience": 3, "eval_steps": 3, "validation_split": 0}, "early_stopping_patience"),
     ({"sample_prompt": "def"}, "sample_prompt"),
     ({"save_strategy": "no", "save_steps": 5}, "save_steps"),
     ({"save_total_limit": 5}, "save_total_limit"),
+    ({"save_strategy": "no", "save_steps": 5, "save_total_limit": 5}, "save_total_limit"),
+]
+
+WITH_EFFECT: list[dict[str, Any]] = [
+    {**RANDOM_TOKENS, "random_token_samples": 3, "model_name_or_path": "gpt2"},
+    {"train_data": "a.jsonl", "text_field": "body", "max_data_bytes": 10, "sample_tokens": 3, "sample_prompt": "def"},
+    {"train_data": "python-stdlib", "validation_data": "a.jsonl", "text_field": "body"},
+    {"eval_steps": 3, "max_steps": 4, "early_stopping_patience": 1, "per_device_eval_batch_size": 3},
+    {"nproc_per_node": 2, "world_size": 2},
+    {"progress": "plain", "logging_steps": 1},
+    {**TWO_STAGES, "pipeline_schedule_mode": "FThenB"},
+    {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
+    {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},
 ]
 
 
@@ -288,6 +317,10 @@ class TestNoEffect:
     def test_is_a_warning(self, keys, option):
         warnings = resolve(**keys).warnings
         assert any(warning.startswith(f"{option} has no effect here: ") for warning in warnings)
+
+    @pytest.mark.parametrize("keys", WITH_EFFECT)
+    def test_what_has_an_effect_is_no_warning(self, keys):
+        assert resolve(**keys).warnings == ()
 
     def test_the_examples_cover_the_table(self):
         assert {option for _, option in WITHOUT_EFFECT} == {entry.option for entry in NO_EFFECT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_events_come_in_order(pool, text: Path, tmp_path: Path):
     more = {"gradient_accumulation_steps": 2, "max_steps": 2, "eval_steps": 1, "sample_tokens": 2, "sample_prompt": "a"}
     for result in pool.run(2, train_on_rank, keys(text, tmp_path, **more)):
         step = ["on_step_begin", "on_substep_end", "on_substep_end", "on_optimizer_step", "on_log", "on_step_end"]
-        expected = ["on_init_end", "on_predict", "on_train_begin", "on_epoch_begin", *step, "on_evaluate", *step]
+        expected = ["on_init_end", "on_train_begin", "on_predict", "on_epoch_begin", *step, "on_evaluate", *step]
         assert result["events"] == [*expected, "on_evaluate", "on_predict", "on_train_end", "on_export"]
 
 
@@ -205,6 +206,60 @@ def test_early_stopping_ends_a_run_that_learns_nothing(pool, text: Path, tmp_pat
     more = {"learning_rate": 0.0, "max_steps": 50, "eval_steps": 1, "early_stopping_patience": 2}
     for result in pool.run(2, train_on_rank, keys(text, tmp_path, **more)):
         assert result["steps"] == 3
+
+
+def test_the_same_weights_are_not_evaluated_twice(pool, text: Path, tmp_path: Path):
+    more = {"max_steps": 50, "eval_steps": 2}
+    for result in pool.run(2, train_on_rank, keys(text, tmp_path, **more), (StopAfter(4),)):
+        assert result["events"].count("on_evaluate") == 2
+
+
+def test_a_step_without_a_valid_token_updates_nothing(pool, text: Path, tmp_path: Path):
+    """Neither the parameters nor the schedule move, with and without storage that is freed after the update."""
+    for release in (False, True):
+        more = {"data_parallel_degree": 2, "max_steps": 3, "release_grads": release}
+        for before, after, skipped, updates in pool.run(2, train_masked_on_rank, keys(text, tmp_path, **more)):
+            assert skipped == [False, True, False]
+            assert updates == 2
+            assert before == after
+
+
+def train_masked_on_rank(rank: int, world_size: int, mapping: dict[str, Any]) -> tuple:
+    """Trains three steps, the second of them with every label masked; returns the parameters around that one."""
+    arguments = arguments_from_mapping(mapping, {"world_size": world_size})
+    job = describe_job(arguments)
+    data = prepare_samples(arguments, job.config)
+    trainer = Trainer(job, data, rank, torch.device("cpu"))
+    load = trainer.loader.step
+    masked = [replace(each, labels=torch.full_like(each.labels, -100), counted_tokens=0) for each in load(1)]
+    object.__setattr__(trainer, "loader", SecondStepMasked(load, masked))
+    states: list[list[float]] = []
+    recorder = SumAfterSteps(trainer, states)
+    trainer.callbacks.members = (recorder,)
+    trainer.train()
+    return states[0], states[1], recorder.skipped, trainer.applied_updates
+
+
+class SecondStepMasked:
+    def __init__(self, load: Any, masked: list) -> None:
+        self.load, self.masked = load, masked
+
+    def step(self, step: int) -> list:
+        return self.masked if step == 1 else self.load(step)
+
+
+class SumAfterSteps(Callback):
+    """Keeps every parameter's sum after each step."""
+
+    def __init__(self, trainer: Trainer, states: list[list[float]]) -> None:
+        self.trainer, self.states, self.skipped = trainer, states, []
+
+    def on_log(self, state: TrainState, control: TrainControl, *, record: Any, **details: Any) -> None:
+        self.skipped.append(record.skipped)
+
+    def on_step_end(self, state: TrainState, control: TrainControl, **details: Any) -> None:
+        parameters = self.trainer.engine.stage.parameters_by_name().values()
+        self.states.append([parameter.double().sum().item() for parameter in parameters])
 
 
 def test_bfloat16_keeps_float32_master_weights(pool, text: Path, tmp_path: Path):

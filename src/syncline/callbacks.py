@@ -86,7 +86,6 @@ class TrainControl:
 
     should_stop: bool = False
     should_evaluate: bool = False
-    should_save: bool = False
 
 
 class Callback:
@@ -123,7 +122,7 @@ class Callback:
         """The backward of one micro-batch of the step is done on this rank."""
 
     def on_optimizer_step(self, state: TrainState, control: TrainControl, **details: Any) -> None:
-        """The parameters were updated, gradients are still held where the program holds them."""
+        """The parameters were updated; not called for a step that was skipped."""
 
     def on_step_end(self, state: TrainState, control: TrainControl, **details: Any) -> None:
         """An optimizer step is complete and `state.step` counts it."""

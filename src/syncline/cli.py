@@ -31,7 +31,8 @@ Prints the actions of one optimizer step on every rank (one rank of each stage),
   --rank R           only rank R
   --json             one JSON document on stdout
   --html FILE        a page that draws the program
-  --without OPTION   what the option (a key or a flag) moves: the difference from the program without it
+  --without OPTION   what the option (a key or a flag) moves: the difference from the program without it; with --json
+                     both programs, as "without" and "with"
   --key value        any key of `syncline train --help`
 """
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from syncline.arguments import TrainingArguments
-from syncline.checkpoint.weights import load_weights
+from syncline.checkpoint.weights import load_weights, local_folder
 from syncline.job import Job
 from syncline.modeling.materialise import materialise
 from syncline.modeling.split import cut
@@ -43,6 +43,8 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
         UserError: when weights cannot be loaded, or the model cannot do what is asked of it.
     """
     strategy, arguments, program = job.strategy, job.arguments, job.program
+    # What models draw themselves (dropout) differs between replicas and stages, and follows from the seed.
+    torch.manual_seed(arguments.seed + (rank << 32))
     timeout = timedelta(seconds=arguments.distributed_timeout_seconds)
     stage = build_stage(job, strategy.topology.stage(rank), device)
     evaluation, prediction = (
@@ -74,7 +76,7 @@ def build_stage(job: Job, index: int, device: torch.device) -> Stage:
     dtype = getattr(torch, job.strategy.parameter_dtype)
     materialise(stage, dtype=dtype, device=device, seed=job.arguments.seed, random_weights=folder is None)
     if folder is not None:
-        load_weights(folder, stage)
+        load_weights(local_folder(folder), stage)
     if job.arguments.recompute:
         stage.enable_recompute()
     frozen = {spec.name for spec in job.layout.specs if spec.stage == index and spec.frozen}

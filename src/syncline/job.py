@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
+from syncline.checkpoint.weights import local_folder
 from syncline.errors import UserError
 from syncline.modeling.check import check_split
 from syncline.modeling.load import build_meta_model, resolve_config
@@ -74,7 +75,12 @@ def describe_job(
 
 
 def check_model(job: Job) -> None:
-    """Raise `UserError` if this kind of model cannot be cut as the job wants it; takes a moment with stages."""
+    """Raise `UserError` if the model's weights cannot be had, or its kind cannot be cut as the job wants it.
+
+    Fetches a hub model's weights; with stages, tries a tiny model of the kind.
+    """
+    if job.arguments.model_name_or_path is not None:
+        local_folder(job.arguments.model_name_or_path)
     check_split(job.config, job.strategy.topology.pp, job.arguments.attn_implementation)
 
 

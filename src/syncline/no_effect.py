@@ -34,6 +34,26 @@ def _no_evaluation(arguments: TrainingArguments, topology: Topology) -> bool:
     return not arguments.validation_data and arguments.validation_split == 0
 
 
+def _all_random(arguments: TrainingArguments, topology: Topology) -> bool:
+    return arguments.train_data == ("random-tokens",)
+
+
+def _no_field(arguments: TrainingArguments, topology: Topology) -> bool:
+    named = {*arguments.train_data, *arguments.validation_data}
+    return bool(named) and named <= {"random-tokens", "python-stdlib"}
+
+
+def _unused_tokenizer(arguments: TrainingArguments, topology: Topology) -> bool:
+    """Whether a tokenizer that was asked for (by itself it follows the model) has nothing to read."""
+    return _all_random(arguments, topology) and arguments.tokenizer_name_or_path != (
+        arguments.model_name_or_path or "byte"
+    )
+
+
+def _ends_first(arguments: TrainingArguments, topology: Topology) -> bool:
+    return arguments.eval_steps is not None and 0 < arguments.max_steps <= arguments.eval_steps
+
+
 def _not_adam(arguments: TrainingArguments, topology: Topology) -> bool:
     return arguments.optim != "adamw"
 
@@ -53,6 +73,16 @@ NO_EFFECT = (
         "ranks lie along one axis only, so there is one order",
     ),
     NoEffect("pipeline_schedule_mode", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect(
+        "pipeline_schedule_mode",
+        lambda a, t: t.pp > 1 and a.gradient_accumulation_steps == 1,
+        "a single micro-batch has one order",
+    ),
+    NoEffect(
+        "nproc_per_node",
+        lambda a, t: a.world_size not in (None, a.nproc_per_node),
+        "world_size decides the number of ranks",
+    ),
     NoEffect(
         "sequence_parallel",
         lambda a, t: t.tp == 1,
@@ -75,15 +105,26 @@ NO_EFFECT = (
     NoEffect("adam_beta2", _not_adam, "optim is not adamw"),
     NoEffect("adam_epsilon", _not_adam, "optim is not adamw"),
     NoEffect("validation_split", lambda a, t: bool(a.validation_data), "validation_data is given"),
-    NoEffect(
-        "random_token_samples", lambda a, t: "random-tokens" not in a.train_data, "train_data is not random-tokens"
-    ),
+    NoEffect("random_token_samples", lambda a, t: not _all_random(a, t), "train_data is not random-tokens"),
+    NoEffect("tokenizer_name_or_path", _unused_tokenizer, "random-tokens has no text"),
+    NoEffect("text_field", _no_field, "no data is read from JSONL files"),
+    NoEffect("max_data_bytes", _all_random, "random-tokens has no text; random_token_samples decides how much it is"),
+    NoEffect("data_cache_folder", _all_random, "random-tokens is made anew in every run"),
+    NoEffect("isolate_documents", _all_random, "a sample of random-tokens is one document"),
+    NoEffect("per_device_eval_batch_size", _no_evaluation, "there is no validation data"),
     NoEffect("eval_steps", _no_evaluation, "there is no validation data"),
+    NoEffect("eval_steps", _ends_first, "max_steps ends training before, and the end is evaluated anyway"),
     NoEffect("early_stopping_patience", _no_evaluation, "there is no validation data"),
     NoEffect("early_stopping_patience", lambda a, t: a.eval_steps is None, "nothing is evaluated before the end"),
+    NoEffect("early_stopping_patience", _ends_first, "nothing is evaluated before the end"),
+    NoEffect("sample_tokens", _all_random, "random-tokens has no text, hence no tokenizer"),
+    NoEffect("sample_prompt", _all_random, "random-tokens has no text, hence no tokenizer"),
     NoEffect("sample_prompt", lambda a, t: a.sample_tokens == 0, "sample_tokens is 0"),
+    NoEffect(
+        "logging_steps", lambda a, t: a.progress in ("rich", "none"), "only the plain progress prints a line a step"
+    ),
     NoEffect("save_steps", lambda a, t: a.save_strategy == "no", "save_strategy is no"),
-    NoEffect("save_total_limit", lambda a, t: a.save_steps is None, "no checkpoint is written"),
+    NoEffect("save_total_limit", lambda a, t: True, "no checkpoint is written"),
 )
 
 

@@ -50,7 +50,7 @@ def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironme
     """
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _torchrun_environment(variables)
-    if "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1":
+    if "SLURM_PROCID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _slurm_environment(variables)
     return None
 
@@ -160,20 +160,26 @@ def _torchrun_environment(variables: Mapping[str, str]) -> RankEnvironment:
 
 
 def _slurm_environment(variables: Mapping[str, str]) -> RankEnvironment:
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODELIST", "SLURM_JOB_ID")
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODELIST", "SLURM_JOB_ID")
     _require(variables, names, "Start the ranks with srun, one task per rank.")
     nodes = variables.get("SLURM_STEP_NODELIST") or variables["SLURM_NODELIST"]
     return _consistent(
         RankEnvironment(
             rank=_number(variables, "SLURM_PROCID"),
-            world_size=_number(variables, "SLURM_NTASKS"),
+            world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(variables, "SLURM_LOCALID"),
-            local_world_size=int(variables.get("SLURM_NTASKS_PER_NODE", "1")),
+            local_world_size=_most_tasks_on_a_node(variables),
             address=_first_host(nodes),
             # Equal on all ranks, different for neighbouring jobs, below the ports that systems hand out by themselves.
             port=15_000 + _number(variables, "SLURM_JOB_ID") % 15_000,
         )
     )
+
+
+def _most_tasks_on_a_node(variables: Mapping[str, str]) -> int:
+    """From a list such as `4(x2),3`: nodes may differ, and the fullest decides what every rank can count on."""
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return max(map(int, counts))
 
 
 def _first_host(nodes: str) -> str:

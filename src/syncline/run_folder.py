@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -54,40 +55,66 @@ class RunFolder:
         """When each action of each step ran on `rank`, with timers on."""
         return self.path / f"timeline-rank{rank}.jsonl"
 
-    def claim(self, overwrite: bool) -> None:
-        """Make the folder, empty of an earlier run.
+    def claim(self, arguments: TrainingArguments) -> None:
+        """Make the folder, and take away what an earlier run of ours has left in it, if that is allowed.
+
+        Nothing is removed from a folder that holds no run, and nothing that this run is to read.
 
         Raises:
-            UserError: if it holds a run and `overwrite` is off, or cannot be written.
+            UserError: if it holds a run and `overwrite_output_dir` is off, holds what a run would write but no run, or
+                cannot be written.
         """
-        if self.config.exists() and not overwrite:
-            raise UserError(
-                f"output_dir {self.path}", "it holds a run already", "Name another folder, or set overwrite_output_dir"
-            )
         try:
+            holds_run = self.config.exists()
+            left = [path for path in self._written() if path.exists()]
+            self._refuse(arguments, holds_run, left)
             self.path.mkdir(parents=True, exist_ok=True)
-            for entry in (
-                self.config,
-                self.metrics,
-                self.program,
-                self.evaluation,
-                *self.path.glob("timeline-rank*.jsonl"),
-            ):
-                entry.unlink(missing_ok=True)
-            for folder in (self.model, self.tensorboard):
-                shutil.rmtree(folder, ignore_errors=True)
+            for path in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         except OSError as error:
-            wrong = f"it cannot be written: {error.strerror}"
-            raise UserError(f"output_dir {self.path}", wrong, "Name a folder of yours") from error
+            raise _cannot_write(self.path, error) from error
 
     def write_request(self, arguments: TrainingArguments, program: dict[str, Any]) -> None:
-        """What was asked for, and the program that it became."""
-        _write_whole(self.config, resolved_yaml(arguments))
-        _write_whole(self.program, json.dumps(program) + "\n")
+        """What was asked for, and the program that it became.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        try:
+            _write_whole(self.config, resolved_yaml(arguments))
+            _write_whole(self.program, json.dumps(program) + "\n")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        document = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "tokens": evaluation.tokens}
-        _write_whole(self.evaluation, json.dumps(document) + "\n")
+        """A number that is not finite becomes null."""
+        numbers = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "tokens": evaluation.tokens}
+        document = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        _write_whole(self.evaluation, json.dumps(document, allow_nan=False) + "\n")
+
+    def _written(self) -> list[Path]:
+        """What a run writes."""
+        files = [self.config, self.metrics, self.program, self.evaluation, *self.path.glob("timeline-rank*.jsonl")]
+        return [*files, self.model, self.tensorboard]
+
+    def _refuse(self, arguments: TrainingArguments, holds_run: bool, left: list[Path]) -> None:
+        given = f"output_dir {self.path}"
+        if holds_run and not arguments.overwrite_output_dir:
+            raise UserError(given, "it holds a run already", "Name another folder, or set overwrite_output_dir.")
+        if left and not holds_run:
+            wrong = f"it holds no run, but {left[0].name}, which a run would replace"
+            raise UserError(given, wrong, "Name another folder.")
+        inputs = (arguments.model_name_or_path, arguments.tokenizer_name_or_path)
+        for name in (*inputs, *arguments.train_data, *arguments.validation_data):
+            read = Path(name).expanduser().resolve() if name else None
+            for path in left:
+                if read is not None and read.is_relative_to(path.resolve()):
+                    wrong = f"the run would replace {path}, and is to read {name} from there"
+                    raise UserError(given, wrong, "Name another folder.")
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"output_dir {path}", f"it cannot be written: {error.strerror}", "Name a folder of yours.")
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -55,6 +55,6 @@ def prepare_samples(arguments: TrainingArguments, config: PretrainedConfig) -> P
 def cache_folder(arguments: TrainingArguments) -> Path:
     """Where prepared data is kept: as told, or below the user's cache folder."""
     if arguments.data_cache_folder is not None:
-        return Path(arguments.data_cache_folder).expanduser()
+        return Path(arguments.data_cache_folder)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "syncline" / "data"

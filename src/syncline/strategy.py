@@ -1,7 +1,10 @@
 """What the arguments amount to: immutable, validated decisions.
 
-Every refusal is written here, in the table of what arrives later (`not_yet`), or in the table of flags
-(`arguments.flags`); every warning is here or in the table of options without effect (`no_effect`).
+Here, in the table of what arrives later (`not_yet`) and in the table of flags (`arguments.flags`) stands what options
+refuse in each other's company. A value that is wrong by itself, and keys that say two things at once, are refused where
+arguments are read (`arguments`); what only the model, the data, the machine or the run's folder can show is refused
+where it is found. Every warning that options alone decide is here, in the table of options without effect
+(`no_effect`), in the table of flags, or among the arguments' own notices of keys that mean nothing.
 """
 
 from __future__ import annotations

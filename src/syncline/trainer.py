@@ -32,7 +32,7 @@ from syncline.engine import Engine, start_engine
 from syncline.evaluation import evaluate
 from syncline.generation import generate
 from syncline.job import Job
-from syncline.program.actions import Action, Backward, OptimizerStep
+from syncline.program.actions import Action, Backward
 from syncline.progress import ProgressMode, ProgressReport
 from syncline.run_folder import RunFolder
 from syncline.runtime.clock import Phase
@@ -80,14 +80,14 @@ class Trainer:
         self.applied_updates = 0
         self.last_result: StepResult | None = None
         self._unread: _Unread | None = None
-        self._last_bucket = max((bucket.id for bucket in job.program.buckets(rank)), default=None)
+        self._last_evaluation: tuple[int, Evaluation] | None = None
         self.callbacks.on_init_end(self.state, self.control)
 
     def train(self) -> Evaluation | None:
         """The whole run, with samples and evaluations; the last evaluation, if there is validation data."""
         try:
-            self._sample()
             self.callbacks.on_train_begin(self.state, self.control)
+            self._sample()
             while self.state.step < self.state.max_steps and not self.control.should_stop:
                 self._step()
                 self._after_step()
@@ -101,14 +101,17 @@ class Trainer:
         return evaluation
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate on the validation data now; None without any."""
+        """Evaluate on the validation data, unless that was done after the latest step; None without any data."""
         if self.data.validation is None:
             return None
+        if self._last_evaluation is not None and self._last_evaluation[0] == self.state.step:
+            return self._last_evaluation[1]
         self._read_results()
         size = self.job.arguments.per_device_eval_batch_size
         evaluation = evaluate(
             self.engine, self.data.validation, self.job.strategy.topology, self.rank, size, self.device
         )
+        self._last_evaluation = (self.state.step, evaluation)
         best = self.state.best_metric
         self.state.best_metric = evaluation.loss if best is None else min(best, evaluation.loss)
         if self.state.is_main_rank:
@@ -139,13 +142,15 @@ class Trainer:
         rate = learning_rate(self.schedule, self.applied_updates)
         result = self.engine.worker.step(self.loader.step(step), rate, self._observe)
         self._read_results(ended=began)
+        if not result.skipped:
+            self.callbacks.on_optimizer_step(self.state, self.control)
         self._unread = _Unread(step + 1, began, rate, result)
         self.applied_updates += not result.skipped
         self.state.step = step + 1
         self.state.epoch = self.state.step / self.sampler.steps_per_epoch
         self.state.tokens_seen += result.tokens
         if self.device.type == "cpu":
-            # Results are there already. On a device that runs behind the host they are read while the next step runs.
+            # Results are there. On a device that runs behind the host they are read once the next step is queued.
             self._read_results()
         self.callbacks.on_step_end(self.state, self.control)
         if self.state.step % self.sampler.steps_per_epoch == 0:
@@ -154,8 +159,6 @@ class Trainer:
     def _observe(self, action: Action) -> None:
         if isinstance(action, Backward):
             self.callbacks.on_substep_end(self.state, self.control, micro_batch=action.micro_batch)
-        elif isinstance(action, OptimizerStep) and action.bucket == self._last_bucket:
-            self.callbacks.on_optimizer_step(self.state, self.control)
 
     def _after_step(self) -> None:
         every = self.job.arguments.eval_steps
@@ -170,13 +173,12 @@ class Trainer:
             return
         unread, self._unread = self._unread, None
         result = unread.result
-        loss = float("nan") if result.skipped else result.loss.item()
-        norm = result.gradient_norm.item() if result.gradient_norm is not None else float("nan")
+        loss, norm = result.numbers.values()
         seconds = (time.perf_counter() if ended is None else ended) - unread.began
         phases = result.clock.seconds()
         record = StepMetrics(
             step=unread.step,
-            loss=loss,
+            loss=float("nan") if result.skipped else loss,
             learning_rate=unread.learning_rate,
             grad_norm=norm,
             tokens=result.tokens,

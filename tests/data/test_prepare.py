@@ -92,6 +92,15 @@ def test_split_shares_the_documents_out(tmp_path, text_folder):
     assert sorted(chain(*sides)) == sorted(TEXTS)
 
 
+def test_a_single_document_gives_its_end(tmp_path):
+    (tmp_path / "input.txt").write_text("".join(TEXTS))
+    options = {"train_data": str(tmp_path / "input.txt"), "validation_split": 0.1}
+    data = prepared(tmp_path, **options)
+    assert text_of(data, "train") == "".join(TEXTS[:18])
+    assert text_of(data, "validation") == "".join(TEXTS[18:])
+    assert stream(prepared(tmp_path, **options, cache_folder=tmp_path / "other").validation) == stream(data.validation)
+
+
 def test_validation_data_is_a_source_of_its_own(tmp_path, text_folder):
     (tmp_path / "other.jsonl").write_text('{"text": "other"}\n')
     data = prepared(tmp_path, validation_data=str(tmp_path / "other.jsonl"))
@@ -110,6 +119,13 @@ def test_a_trained_tokenizer_does_not_see_the_validation_side(tmp_path):
 
 def test_limit(tmp_path, text_folder):
     assert text_of(prepared(tmp_path, limit_bytes=40), "train") == "".join(TEXTS)[:40]
+
+
+def test_limit_holds_for_validation_data_too(tmp_path, text_folder):
+    (tmp_path / "other.txt").write_text("".join(TEXTS[::-1]))
+    data = prepared(tmp_path, validation_data=str(tmp_path / "other.txt"), limit_bytes=40)
+    assert text_of(data, "train") == "".join(TEXTS)[:40]
+    assert text_of(data, "validation") == "".join(TEXTS[::-1])[:40]
 
 
 def test_second_call_reads_the_cache_for_any_sequence_length(tmp_path, text_folder, monkeypatch):

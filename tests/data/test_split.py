@@ -1,4 +1,4 @@
-"""The validation split by document."""
+"""The validation split: by document, or the end of a single one."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,36 @@ def test_copies_stay_on_one_side():
     assert not set(split.train(texts)) & set(split.validation(texts))
 
 
-@pytest.mark.parametrize("texts", [["one"], ["same", "same", "same"]])
-def test_nothing_to_share_out(texts):
-    with pytest.raises(UserError, match=f"{len(texts)} document"):
+def both_sides(texts: list[str], share: float) -> tuple[list[str], list[str]]:
+    split = split_documents(texts, share, 0)
+    return list(split.train(texts)), list(split.validation(texts))
+
+
+@given(st.text(min_size=2), st.floats(0.001, 0.999))
+def test_of_a_single_document_the_end_is_held_out(text, share):
+    ((head,), (tail,)) = both_sides([text], share)
+    assert head
+    assert tail
+    assert head + tail == text
+    assert abs(len(tail) - share * len(text)) <= max(1, len(text) / 10 + 0.5)
+
+
+def test_the_end_begins_with_a_line_where_one_is_near():
+    lines = [f"line {number:03d}\n" for number in range(100)]
+    assert both_sides(["".join(lines)], 0.1) == (["".join(lines[:90])], ["".join(lines[90:])])
+    assert both_sides(["".join(lines)], 0.104) == (["".join(lines[:90])], ["".join(lines[90:])])
+    assert both_sides(["".join(lines)], 0.106) == (["".join(lines[:89])], ["".join(lines[89:])])
+
+
+def test_a_line_end_that_is_far_away_moves_nothing():
+    assert both_sides(["short\n" + "a" * 94], 0.2) == (["short\n" + "a" * 74], ["a" * 20])
+
+
+def test_copies_of_one_document_are_cut_alike():
+    assert both_sides(["head\ntail\n"] * 3, 0.5) == (["head\n"] * 3, ["tail\n"] * 3)
+
+
+@pytest.mark.parametrize("texts", [["a"], ["a", "a", "a"]])
+def test_a_single_character_cannot_be_shared_out(texts):
+    with pytest.raises(UserError, match="Write validation_split: 0"):
         split_documents(texts, 0.5, 0)

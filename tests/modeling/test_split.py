@@ -59,10 +59,12 @@ def test_freeze_takes_regular_expressions_and_both_copies_of_a_tie():
         "model.embed_tokens.weight",
         "lm_head.weight",
     }
-    with pytest.raises(UserError, match="matches no parameter"):
+    with pytest.raises(UserError, match="freeze_parameters 'layer_norm': it matches no parameter"):
         specs(model, plan, ["layer_norm"])
-    with pytest.raises(UserError, match="no regular expression"):
+    with pytest.raises(UserError, match=r"freeze_parameters '\(': it is no regular expression"):
         specs(model, plan, ["("])
+    with pytest.raises(UserError, match="every parameter of the model is frozen"):
+        specs(model, plan, ["norm", "proj", "embed"])
 
 
 def test_cut_leaves_the_model_as_it_is():

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from syncline.errors import UserError
-from syncline.modeling.batch import IGNORED_LABEL
+from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
 from syncline.modeling.check import run_chained
 from tests.modeling.families import FAMILIES, SPLIT_FAMILIES, random_micro_batch, tiny_config, tiny_model, tiny_stages
 
@@ -100,3 +102,43 @@ def test_a_model_without_positions_runs_as_one_stage():
     (stage,) = tiny_stages(config, 1)
     assert not stage.accepts_positions
     assert stage(random_micro_batch()).isfinite()
+
+
+def plain_micro_batch() -> MicroBatch:
+    """Every row is one document."""
+    micro_batch = random_micro_batch()
+    return replace(micro_batch, position_ids=torch.arange(20).expand(2, 20).contiguous())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "opt", "falcon"])
+def test_positions_that_a_model_counts_itself_change_no_bit(family):
+    (stage,) = tiny_stages(tiny_config(family, layers=3), 1, dtype=torch.float32)
+    stage.eval()
+    micro_batch = plain_micro_batch()
+    given = stage.logits(replace(micro_batch, packed=True))
+    assert torch.equal(stage.logits(micro_batch), given)
+
+
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_nor_do_they_in_a_pipeline(family):
+    stages = [stage.eval() for stage in tiny_stages(tiny_config(family, layers=3), 2, dtype=torch.float32)]
+    micro_batch = plain_micro_batch()
+    found, given = (
+        stages[1].logits(each, stages[0](each)) for each in (micro_batch, replace(micro_batch, packed=True))
+    )
+    assert torch.equal(found, given)
+
+
+def test_positions_are_given_to_the_model_only_where_a_row_is_packed():
+    first, last = tiny_stages(tiny_config("llama"), 2)
+    given = []
+    for stage in (first, last):
+        stage.model.base_model.register_forward_pre_hook(
+            lambda module, arguments, keywords: given.append(keywords.get("position_ids")), with_kwargs=True
+        )
+    packed = random_micro_batch()
+    for micro_batch in (plain_micro_batch(), packed):
+        last(micro_batch, first(micro_batch))
+    assert given[:2] == [None, None]
+    assert all(positions is packed.position_ids for positions in given[2:])
+    assert len(given) == 4

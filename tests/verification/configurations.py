@@ -73,11 +73,6 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
     },
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},
     "recompute": {"stored": {}, "recomputed": {"recompute": True}},
-    "precision": {
-        "float32": {},
-        "bfloat16": {"dtype": "bfloat16"},
-        "bfloat16 on the wire": {"gradient_reduce_dtype": "bfloat16"},
-    },
 }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from syncline.arguments import arguments_from_mapping
 from syncline.engine import Engine, start_engine
+from syncline.errors import UserError
 from syncline.job import Job
 from syncline.program.actions import (
     Action,
@@ -26,7 +27,7 @@ from syncline.program.actions import (
 from syncline.program.factors import Factor
 from syncline.runtime.buckets import GradientBucket
 from syncline.verification import numerical
-from syncline.verification.numerical import TOLERANCE, Report, verify_rank
+from syncline.verification.numerical import TOLERANCE, Report, verification_job, verify_rank
 from tests.groups import reused_groups
 from tests.verification.configurations import (
     LLAMA,
@@ -103,6 +104,44 @@ def test_three_stages_of_two_replicas_with_a_tied_embedding(pool, order):
         "hybrid_parallel_topo_order": order,
     }
     assert_all_pass(pool, 6, {order: keys})
+
+
+def test_models_with_dropout_pass(pool):
+    configurations = {
+        family: {"model_config": {"model_type": family}, "nproc_per_node": 2, "gradient_accumulation_steps": 2}
+        for family in ("gpt2", "opt", "bloom")
+    }
+    assert_all_pass(pool, 2, configurations)
+
+
+def test_what_the_small_model_cannot_take_over_passes(pool):
+    """A kernel for GPUs, and frozen layers that it does not have."""
+    pipeline = {"model_config": {**LLAMA, "num_hidden_layers": 24}, "nproc_per_node": 2, "pipeline_parallel_degree": 2}
+    configurations = {
+        "flash attention": {**pipeline, "attn_implementation": "flash_attention_2"},
+        "a layer that is not there": {**pipeline, "freeze_parameters": [r"layers\.20\."]},
+        "all but a layer that is not there": {
+            **pipeline,
+            "freeze_parameters": [r"layers\.(?!20\.)", "embed", "lm_head"],
+        },
+    }
+    assert_all_pass(pool, 2, configurations)
+
+
+def test_every_verification_has_a_frozen_parameter_and_trained_ones():
+    for choice in (*COVERING.values(), {"model_config": LLAMA}):
+        frozen = [spec.frozen for spec in verification_job(arguments_from_mapping(choice)).layout.specs]
+        assert 0 < sum(frozen) < len(frozen) - 1
+
+
+@pytest.mark.parametrize("pattern", ["layer_norm", r"layers\.4\."])
+def test_a_pattern_without_match_in_the_full_model_is_refused(pattern):
+    arguments = arguments_from_mapping({"model_config": LLAMA, "freeze_parameters": [pattern]})
+    with pytest.raises(UserError, match=r"freeze_parameters.*matches no parameter"):
+        verification_job(arguments)
+    everything = arguments_from_mapping({"model_config": LLAMA, "freeze_parameters": ["model", "lm_head"]})
+    with pytest.raises(UserError, match="every parameter of the model is frozen"):
+        verification_job(everything)
 
 
 # ---- What must be found out ------------------------------------------------------------------------------------------

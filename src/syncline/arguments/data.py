@@ -20,17 +20,19 @@ class DataArguments:
         "library; or `random-tokens`, synthetic samples.",
         cost="Text is tokenized once and kept in data_cache_folder.",
         aliases=("input_dir", "train_file"),
+        is_path=True,
     )
     validation_data: tuple[str, ...] = _option(
         (),
         "Like train_data, for evaluation. Without it a share of the training text is held out (validation_split).",
         cost="No training text is held out.",
         aliases=("validation_file",),
+        is_path=True,
     )
     validation_split: float = _option(
         0.02,
-        "The share of the training documents that is held out for evaluation when validation_data is not given. "
-        "0 holds out nothing: then there is no evaluation.",
+        "The share of the training documents that is held out for evaluation when validation_data is not given; of a "
+        "single document, its end. 0 holds out nothing: then there is no evaluation.",
         cost="That share of the text is not trained on.",
         minimum=0,
         below=1,
@@ -52,7 +54,8 @@ class DataArguments:
     isolate_documents: bool = _option(
         False,
         "Packed documents do not attend to each other and their positions start at 0.",
-        cost="Samples carry an attention mask, which rules out some fast kernels.",
+        cost="transformers builds a block-diagonal mask from the positions, which rules out the fast causal kernel of "
+        "`sdpa`.",
     )
     data_cache_folder: str | None = _option(
         None,
@@ -60,6 +63,7 @@ class DataArguments:
         cost="Disk space of a few bytes per token; a second run starts at once.",
         aliases=("data_cache",),
         default_text="the user's cache folder",
+        is_path=True,
     )
     max_data_bytes: int | None = _option(
         None,

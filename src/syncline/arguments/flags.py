@@ -96,6 +96,9 @@ def _known(name: str, word: str) -> Flag:
     return flag
 
 
+RELEASE_EFFECT = "AllocateGradients before a bucket's first gradient, FreeGradients after its OptimizerStep"
+"""What releasing gradients does to the program, whether the flag or the option asks for it."""
+
 _REPLICAS_EQUAL = (
     "replicated parameters get equal gradients on every rank, so they cannot drift apart",
     "Leave it out",
@@ -142,7 +145,7 @@ FLAGS = (
         "enable_release_grads",
         CONFIGS,
         "The same as release_grads: true.",
-        "AllocateGradients before a bucket's first gradient, FreeGradients after its OptimizerStep",
+        RELEASE_EFFECT,
         "No gradient memory between steps, for an allocation per bucket and step.",
         aliases=("release_gradients",),
     ),

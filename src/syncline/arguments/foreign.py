@@ -57,7 +57,15 @@ def _sampling(name: str, value: Any) -> dict[str, Any]:
 
 
 def _warmup(name: str, value: Any) -> dict[str, Any]:
-    return {"warmup_ratio": value} if isinstance(value, float) and 0 < value < 1 else {name: value}
+    return {"warmup_ratio": value} if _is_fraction(value) else {name: value}
+
+
+def _is_fraction(value: Any) -> bool:
+    """Whether a number, or the text of one as a command line gives it, lies between 0 and 1."""
+    try:
+        return 0 < float(value) < 1
+    except (TypeError, ValueError):
+        return False
 
 
 TRANSLATIONS = {
@@ -164,9 +172,9 @@ MEANINGLESS = {
     ),
     **_because(
         _LOGS,
-        "debug include_num_input_tokens_seen include_tokens_per_second log_level_replica log_on_each_node logging_dir "
-        "logging_first_step logging_nan_inf_filter logging_strategy metrics_output_path skip_memory_metrics "
-        "skip_profile_timer wandb_api_key",
+        "debug include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica log_on_each_node "
+        "logging_dir logging_first_step logging_nan_inf_filter logging_strategy metrics_output_path "
+        "skip_memory_metrics skip_profile_timer wandb_api_key",
     ),
     **_because(
         _KERNELS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from syncline.arguments.flags import parse_flags
+from syncline.arguments.flags import RELEASE_EFFECT, parse_flags
 from syncline.arguments.option import option
 
 _option = partial(option, "The life of a gradient")
@@ -38,7 +38,7 @@ class GradientArguments:
         None,
         "Gradient storage is freed as soon as the optimizer has consumed it. The flag enable_release_grads is another "
         "spelling of `true`.",
-        effect="AllocateGradients before the first gradient of a bucket and FreeGradients after its OptimizerStep",
+        effect=RELEASE_EFFECT,
         cost="No gradient memory is held between steps; storage is allocated anew in every step.",
         default_text="false",
     )
@@ -46,7 +46,7 @@ class GradientArguments:
         "tokens",
         "What the sum of token losses is divided by: `tokens`, the valid tokens of the global batch, as one process "
         "would; or `micro_batch_mean`, the mean of the micro-batches' own means, for parity with other tools.",
-        effect="the factor of the ScaleGradients, and whether tokens are counted",
+        effect="the factor of every ScaleLoss and of the reported loss",
         cost="micro_batch_mean weighs a token in a short micro-batch more than one in a full micro-batch.",
         choices=("tokens", "micro_batch_mean"),
     )

@@ -36,11 +36,15 @@ def load_arguments(config_path: str | PathLike[str] | None, overrides: Sequence[
 
 
 def arguments_from_mapping(*sources: Mapping[str, Any]) -> TrainingArguments:
-    """The arguments of flat mappings, of which later ones win. `None` stands for a key's default."""
+    """The arguments of flat mappings, of which later ones win. `None` stands for a key's default.
+
+    A key that a later mapping repeats is not read in an earlier one: one spelling may stand for several options.
+    """
     merged: dict[str, Any] = {}
     notices: list[str] = []
-    for source in sources:
-        own = _own_keys(source)
+    for position, source in enumerate(sources):
+        later = {key for each in sources[position + 1 :] for key in each}
+        own = _own_keys({key: value for key, value in source.items() if key not in later})
         notices += own.notices
         merged.update(own.values)
         for (key, entry), value in own.entries.items():

@@ -21,6 +21,7 @@ class ModelArguments:
         "A folder with a Hugging Face model, or a model's name on the hub: trains its weights. Excludes model_config.",
         effect="its parameters are the buckets; its layers are divided among the pipeline stages",
         cost="Starts from trained weights, at the price of reading them.",
+        is_path=True,
     )
     model_config: Mapping[str, Any] | None = _option(
         None,
@@ -36,6 +37,7 @@ class ModelArguments:
         cost="`byte` needs no file and makes sequences about four times longer; `train-bpe:N` takes seconds to train.",
         aliases=("tokenizer_name",),
         default_text="model_name_or_path, else byte",
+        is_path=True,
     )
     dtype: str = _option(
         "float32",

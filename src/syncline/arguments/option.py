@@ -44,6 +44,8 @@ class Option:
     """Reads a value that is more than a plain scalar, list or mapping: `parse(name, value)`."""
     default_text: str | None
     """How the default reads when it depends on other keys."""
+    is_path: bool
+    """Names files or folders: `~` at its beginning is the user's home folder."""
 
     @property
     def type_name(self) -> str:
@@ -79,6 +81,7 @@ def option(
     unset: Any = None,
     parse: Callable[[str, Any], Any] | None = None,
     default_text: str | None = None,
+    is_path: bool = False,
 ) -> Any:
     """A dataclass field that carries the documentation and the admissible values of an option (see `Option`)."""
     words = {"group": group, "help": help, "effect": effect, "cost": cost, "default_text": default_text}
@@ -90,6 +93,7 @@ def option(
         "below": below,
         "unset": unset,
         "parse": parse,
+        "is_path": is_path,
     }
     return field(default=default, metadata={**words, **names, **values})
 

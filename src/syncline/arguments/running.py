@@ -33,6 +33,7 @@ class RunArguments:
         "outputs",
         "The folder of the run: config.yaml, metrics.jsonl, program.json and the trained model.",
         cost="The model's size on disk.",
+        is_path=True,
     )
     overwrite_output_dir: bool = _option(
         False,
@@ -51,7 +52,6 @@ class RunArguments:
         cost="An event file in output_dir.",
         choices=("tensorboard", "none"),
     )
-    log_level: str = _option("info", "How much is logged.", cost="Free.", choices=("debug", "info", "warning", "error"))
     progress: str = _option(
         "auto",
         "`rich` draws a live display, `plain` prints lines, `none` is silent; `auto` is rich on a terminal.",

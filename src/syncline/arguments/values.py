@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os.path
 from typing import Any
 
 from syncline.arguments.nearest import nearest
@@ -15,7 +16,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def read_value(option: Option, value: Any) -> Any:
     """`value` as the option's type, checked against what the option admits. Raises `UserError`.
 
-    `None` and the option's `unset` value stand for the default. Numbers and booleans may be given as text.
+    `None` and the option's `unset` value stand for the default. Numbers and booleans may be given as text. A path's
+    leading `~` becomes the user's home folder; a hub name never begins with it and stays.
     """
     if value is None:
         return option.default
@@ -24,7 +26,7 @@ def read_value(option: Option, value: Any) -> Any:
     read = _READERS[option.type](option, value)
     if option.unset is not None and read == option.unset:
         return option.default
-    return read
+    return _with_home(read) if option.is_path else read
 
 
 def read_boolean(name: str, value: Any) -> bool:
@@ -35,6 +37,10 @@ def read_boolean(name: str, value: Any) -> bool:
     if text in _FALSE:
         return False
     raise UserError(f"{name}={value}", "must be true or false", f"Write {name}: true or {name}: false.")
+
+
+def _with_home(read: Any) -> Any:
+    return tuple(map(os.path.expanduser, read)) if isinstance(read, tuple) else os.path.expanduser(read)
 
 
 def _read_integer(option: Option, value: Any) -> int:

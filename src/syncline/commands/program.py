@@ -30,7 +30,12 @@ def program(words: Sequence[str]) -> int:
         print(f"syncline: warning: {warning}", file=sys.stderr)
     ranks = [_rank(split.options["rank"], job.program.topology.world_size)] if "rank" in split.options else None
     if "without" in split.options:
+        if "html" in split.options:
+            raise UserError("--without and --html", "a page shows one program", "Leave one of the two out.")
         other = describe_job(without(arguments, split.options["without"]))
+        if "json" in split.options:
+            print(json.dumps({"without": to_json(other.program), "with": to_json(job.program)}))
+            return 0
         print(_difference(to_text(other.program, ranks), to_text(job.program, ranks), split.options["without"]))
         return 0
     if "html" in split.options:

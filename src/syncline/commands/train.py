@@ -6,11 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
+from typing import TYPE_CHECKING
 
 from syncline.arguments import TrainingArguments, load_arguments
 from syncline.commands.words import split_words
 from syncline.errors import UserError
 from syncline.rank import RankEnvironment, has_launcher, join, leave, rank_environment, run_rank
+
+if TYPE_CHECKING:
+    from syncline.job import Job
 
 
 def train(words: Sequence[str]) -> int:
@@ -41,21 +45,32 @@ def _load(words: Sequence[str]) -> TrainingArguments:
 
 def _prepare(arguments: TrainingArguments) -> int:
     """Everything that can go wrong, before any process starts; returns how many to start."""
-    from syncline.job import check_model, describe_job
-    from syncline.program.text import to_json
-    from syncline.run_folder import RunFolder
+    job = _checked_job(arguments, warn=True)
+    choose_device(arguments, job.strategy.topology.world_size)
     from syncline.samples import prepare_samples
 
+    prepare_samples(arguments, job.config)
+    _claim_folder(job)
+    return job.strategy.topology.world_size
+
+
+def _checked_job(arguments: TrainingArguments, *, warn: bool) -> Job:
+    from syncline.job import check_model, describe_job
+
     job = describe_job(arguments)
-    for warning in job.strategy.warnings:
+    for warning in job.strategy.warnings if warn else ():
         print(f"syncline: warning: {warning}", file=sys.stderr)
     check_model(job)
-    choose_device(arguments, job.strategy.topology.world_size)
-    prepare_samples(arguments, job.config)
-    folder = RunFolder.of(arguments)
-    folder.claim(arguments.overwrite_output_dir)
-    folder.write_request(arguments, to_json(job.program))
-    return job.strategy.topology.world_size
+    return job
+
+
+def _claim_folder(job: Job) -> None:
+    from syncline.program.text import to_json
+    from syncline.run_folder import RunFolder
+
+    folder = RunFolder.of(job.arguments)
+    folder.claim(job.arguments)
+    folder.write_request(job.arguments, to_json(job.program))
 
 
 def choose_device(arguments: TrainingArguments, local_ranks: int) -> str:
@@ -81,25 +96,21 @@ def choose_device(arguments: TrainingArguments, local_ranks: int) -> str:
 def _train_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
     arguments = replace(_load(words), world_size=environment.world_size)
     from syncline.job import describe_job
-    from syncline.program.text import to_json
-    from syncline.run_folder import RunFolder
     from syncline.samples import prepare_samples
     from syncline.summary import summary_lines
     from syncline.trainer import Trainer
 
-    job = describe_job(arguments)
+    is_main = environment.rank == 0
+    job = describe_job(arguments) if has_launcher() else _checked_job(arguments, warn=is_main)
     data = prepare_samples(arguments, job.config)
-    if not has_launcher() and environment.rank == 0:
-        folder = RunFolder.of(arguments)
-        folder.claim(arguments.overwrite_output_dir)
-        folder.write_request(arguments, to_json(job.program))
-    device = join(
-        environment, choose_device(arguments, environment.local_world_size), arguments.distributed_timeout_seconds
-    )
+    kind = choose_device(arguments, environment.local_world_size)
+    device = join(environment, kind, arguments.distributed_timeout_seconds)
+    if is_main and not has_launcher():
+        _claim_folder(job)
     trainer = Trainer(job, data, environment.rank, device)
     evaluation = trainer.train()
     trainer.export()
-    if environment.rank == 0 and trainer.last_result is not None:
+    if is_main and trainer.last_result is not None:
         print("\n".join(summary_lines(job, trainer.last_result, trainer.folder, evaluation)))
     leave()
     return 0

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from syncline.arguments import load_arguments
 from syncline.commands.words import require_config, split_words
 from syncline.errors import UserError
 from syncline.rank import RankEnvironment, join, leave, rank_environment, run_rank
+
+if TYPE_CHECKING:
+    from syncline.verification.numerical import Report
 
 MOST_RANKS = 64
 
@@ -53,5 +58,13 @@ def _verify_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
             f"largest relative error {report.max_relative_error:.2e} (tolerance {report.tolerance:.0e}) in "
             f"{report.worst_parameter} on rank {report.worst_rank}"
         )
-        print(json.dumps(asdict(report)) if "json" in split.options else text, flush=True)
+        print(_json(report) if "json" in split.options else text, flush=True)
     return 0 if report.passed else 1
+
+
+def _json(report: Report) -> str:
+    """The report as JSON, which knows no infinity: an error that is not finite is null."""
+    document = asdict(report)
+    if not math.isfinite(report.max_relative_error):
+        document["max_relative_error"] = None
+    return json.dumps(document, allow_nan=False)

@@ -53,10 +53,11 @@ def prepare_data(
 ) -> PreparedData:
     """The training and validation samples that the options ask for.
 
-    Text comes from `train_data` (see `sources.documents`; at most `limit_bytes` of it) and is encoded by
-    `tokenizer_name` (see `tokenizer.load_tokenizer`). Validation samples come from `validation_data`, or from the share
-    `validation_split` of the training documents, or there are none. What was prepared stays in `cache_folder` until the
-    files or the options change. Any number of processes may call this at once: one prepares while the others wait.
+    Text comes from `train_data` (see `sources.documents`) and is encoded by `tokenizer_name` (see
+    `tokenizer.load_tokenizer`). Validation samples come from `validation_data`, or from the share `validation_split` of
+    the training documents (see `split.split_documents`), or there are none. At most `limit_bytes` are read of either
+    data. What was prepared stays in `cache_folder` until the files or the options change. Any number of processes may
+    call this at once: one prepares while the others wait.
 
     `random-tokens` makes `random_token_samples` training samples below `vocabulary_size` from the seed, and further
     ones for validation, `validation_split` times as many. Raises `UserError` for what cannot be read, split or used.
@@ -76,7 +77,7 @@ def prepare_data(
         )
     request = _Request(
         documents(train_data, text_field, limit_bytes),
-        None if validation_data is None else documents(validation_data, text_field, option="validation_data"),
+        None if validation_data is None else documents(validation_data, text_field, limit_bytes, "validation_data"),
         validation_split,
         tokenizer_name,
         seed,
@@ -96,8 +97,7 @@ class _Request:
     seed: int
 
     def key(self) -> str:
-        tokenizer_folder = Path(self.tokenizer_name).expanduser()
-        tokenizer_files = sorted(path for path in tokenizer_folder.glob("*") if path.is_file())
+        tokenizer_files = sorted(path for path in Path(self.tokenizer_name).glob("*") if path.is_file())
         parts = (
             _FORMAT_VERSION,
             self.train.fingerprint(),

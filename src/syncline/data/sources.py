@@ -110,7 +110,7 @@ def fingerprint_files(paths: Sequence[Path]) -> str:
 def _resolve(item: str, option: str) -> list[SourceFile]:
     if item == PYTHON_STDLIB:
         return _standard_library_files()
-    path = Path(item).expanduser()
+    path = Path(item)
     if path.is_dir():
         return _folder_files(path, option)
     if path.exists():

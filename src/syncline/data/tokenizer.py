@@ -72,10 +72,10 @@ def train_bpe(vocabulary_size: int, documents: Iterable[str]) -> PreTrainedToken
 def pretrained_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A tokenizer from a folder, or from the Hugging Face hub (or its local cache)."""
     instead = f"Name a tokenizer folder, a hub name, {BYTE_TOKENIZER!r} or {TRAIN_BPE_PREFIX}N"
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise UserError(f"the tokenizer {name!r}", "there is no such folder", instead)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # what a bad folder raises depends on the tokenizer: OSError, ValueError, bare Exception
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"the tokenizer {name!r}", f"it cannot be loaded: {reason[0].rstrip('.')}", instead) from error

@@ -24,6 +24,8 @@ class MicroBatch:
     """None means plain causal attention (within each document, when positions restart)."""
     counted_tokens: int | None = None
     """The number of valid labels, where it was counted before the labels went to a device."""
+    packed: bool | None = None
+    """What `is_packed` says, where it was seen before the positions went to a device."""
 
     @property
     def valid_tokens(self) -> int:
@@ -32,8 +34,21 @@ class MicroBatch:
             return self.counted_tokens
         return int((self.labels != IGNORED_LABEL).sum())
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether any row's positions are other than 0, 1, 2, ..., as they are where a second document begins.
+
+        Unless seen before, reads the positions: waits for their device.
+        """
+        if self.packed is not None:
+            return self.packed
+        plain = torch.arange(self.position_ids.shape[-1], device=self.position_ids.device)
+        return not torch.equal(self.position_ids, plain.expand_as(self.position_ids))
+
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`, its tokens counted on the way; from pinned memory the copy does not wait."""
+        """The same on `device`, its tokens counted and its positions seen on the way; from pinned memory the copy does
+        not wait.
+        """
         mask = self.attention_mask
         return replace(
             self,
@@ -42,4 +57,5 @@ class MicroBatch:
             position_ids=self.position_ids.to(device, non_blocking=True),
             attention_mask=None if mask is None else mask.to(device, non_blocking=True),
             counted_tokens=self.valid_tokens,
+            packed=self.is_packed,
         )

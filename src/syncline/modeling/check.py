@@ -1,4 +1,6 @@
-"""Proof, on a tiny model of the same kind, that a model cut into stages computes what the whole one computes."""
+"""Proof, on a tiny model of the same kind, of what is asked of a model: that cut into stages it computes what the whole
+one computes, and that it keeps the documents of a row apart.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from syncline.errors import UserError
 from syncline.modeling.batch import MicroBatch
-from syncline.modeling.load import build_meta_model
+from syncline.modeling.load import build_meta_model, portable_attention
 from syncline.modeling.loss import token_loss_sum
 from syncline.modeling.materialise import materialise
 from syncline.modeling.shrink import VOCABULARY, shrink_config
@@ -18,6 +20,10 @@ from syncline.modeling.split import SplitPlan, cut, plan_split
 from syncline.modeling.stage import Stage
 
 _TOLERANCE = 1e-10
+_LEAK_TOLERANCE = 1e-5
+"""Rounding: routers, for example, group the tokens of several rows for one product."""
+_FIRST_DOCUMENT, _SECOND_DOCUMENT = 15, 9
+"""Tokens of the documents that share a row."""
 _SEED = 0
 
 Gradients = dict[str, Tensor]
@@ -27,12 +33,14 @@ def check_split(config: PreTrainedConfig, stages: int, attn_implementation: str 
     """Raise `UserError` unless the kind of model that `config` describes can be cut into `stages`.
 
     A shrunk model runs forward and backward in float64 on the CPU, whole and cut, from separately drawn weights. Loss
-    and every gradient must agree to 1e-10 of the largest. One stage needs no proof.
+    and every gradient must agree to 1e-10 of the largest. One stage needs no proof. Attention that only computes on a
+    GPU is replaced by `eager`.
     """
     if stages == 1:
         return
-    plan_split(build_meta_model(config, attn_implementation), stages)
-    meta = build_meta_model(shrink_config(config, layers=stages + 1), attn_implementation)
+    attention = portable_attention(attn_implementation)
+    plan_split(build_meta_model(config, attention), stages)
+    meta = build_meta_model(shrink_config(config, layers=stages + 1), attention)
     plan = plan_split(meta, stages)
     micro_batch = _random_micro_batch()
     try:
@@ -48,6 +56,29 @@ def check_split(config: PreTrainedConfig, stages: int, attn_implementation: str 
     difference = _difference(expected, found)
     if difference is not None:
         raise _refusal(meta, stages, f"computes something else: {difference}")
+
+
+def check_isolation(config: PreTrainedConfig, attn_implementation: str | None, rows: int) -> None:
+    """Raise `UserError` unless the kind of model that `config` describes keeps the documents of a row apart.
+
+    In a shrunk model with random weights, in float32 on the CPU, other tokens in a row's first document must leave the
+    second one's logits as they are, to 1e-5 of the largest. Attention that only computes on a GPU is replaced by
+    `eager`, and known to keep documents apart or not: transformers' flash attention does only with `rows`, the number
+    of rows in a micro-batch, equal to 1.
+    """
+    if attn_implementation is not None and "flash" in attn_implementation and rows > 1:
+        raise UserError(
+            f"isolate_documents with attn_implementation {attn_implementation} and {rows} rows in a micro-batch",
+            "transformers' flash attention keeps documents apart only where a micro-batch is one row",
+            "Write per_device_train_batch_size 1 and per_device_eval_batch_size 1, or attn_implementation sdpa",
+        )
+    try:
+        reaches = _reaches_across(config, portable_attention(attn_implementation))
+    except Exception as error:
+        # As above: whatever the trial trips over is a reason against it.
+        raise _isolation_refusal(config, f"trying it fails: {type(error).__name__}: {error}") from error
+    if reaches:
+        raise _isolation_refusal(config, "what it computes for a document depends on those before it in the row")
 
 
 def run_chained(stages: Sequence[Stage], micro_batch: MicroBatch) -> tuple[Tensor, Gradients]:
@@ -72,6 +103,26 @@ def run_chained(stages: Sequence[Stage], micro_batch: MicroBatch) -> tuple[Tenso
     return passes[-1][1].detach(), gradients
 
 
+def _reaches_across(config: PreTrainedConfig, attention: str | None) -> bool:
+    """Whether the second document's logits depend on the first document."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    meta = build_meta_model(shrink_config(config, layers=max(2, len(kinds))), attention)
+    stage = cut(meta, SplitPlan(1), 0).eval()
+    materialise(stage, dtype=torch.float32, device="cpu", seed=_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            # Projections that start at zero would hide what reaches across.
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        first, second = _FIRST_DOCUMENT, _SECOND_DOCUMENT
+        tokens = torch.randint(0, VOCABULARY, (2, first + second), generator=generator)
+        tokens[1, first:] = tokens[0, first:]
+        positions = torch.cat([torch.arange(first), torch.arange(second)]).expand(2, -1)
+        one, other = stage.logits(MicroBatch(tokens, tokens, positions))[:, first:]
+    # Written so that not-a-number reaches across.
+    return not (one - other).abs().max() <= _LEAK_TOLERANCE * one.abs().max()
+
+
 def _run_whole(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[Tensor, Gradients]:
     logits = model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
     loss = token_loss_sum(logits, micro_batch.labels)
@@ -83,7 +134,8 @@ def _random_micro_batch() -> MicroBatch:
     """One row is one document, the other two: so masks between documents are tried as well."""
     generator = torch.Generator().manual_seed(_SEED)
     tokens = torch.randint(0, VOCABULARY, (2, 25), generator=generator)
-    positions = torch.stack([torch.arange(24), torch.cat([torch.arange(15), torch.arange(9)])])
+    documents = torch.cat([torch.arange(_FIRST_DOCUMENT), torch.arange(_SECOND_DOCUMENT)])
+    positions = torch.stack([torch.arange(24), documents])
     return MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous(), positions)
 
 
@@ -112,4 +164,12 @@ def _refusal(model: PreTrainedModel, stages: int, wrong: str) -> UserError:
         f"pipeline_parallel_degree {stages} with {type(model).__name__}",
         f"a tiny copy of the model, cut into stages, {wrong}",
         "Write pipeline_parallel_degree 1 (data parallelism works with every model)",
+    )
+
+
+def _isolation_refusal(config: PreTrainedConfig, wrong: str) -> UserError:
+    return UserError(
+        f"isolate_documents with model type {config.model_type!r}",
+        wrong,
+        "Write isolate_documents: false, or use a model whose attention stays inside a document, such as llama",
     )

@@ -78,6 +78,11 @@ def build_meta_model(config: PreTrainedConfig, attn_implementation: str | None =
         ) from error
 
 
+def portable_attention(attn_implementation: str | None) -> str | None:
+    """The same where it computes on every device and in every dtype, else `eager`: for trials on the CPU in float64."""
+    return attn_implementation if attn_implementation in (None, "eager", "sdpa") else "eager"
+
+
 def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
     values = dict(mapping)
     model_type = values.pop("model_type", None)

@@ -6,7 +6,6 @@ the list of layers, and what comes after. Only its names and their order are use
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from syncline.errors import UserError
+from syncline.modeling.freezing import frozen_parameters
 from syncline.modeling.passthrough import Injector, PassThrough
 from syncline.modeling.stage import Stage, TiedSource
 from syncline.program.layout import ParameterSpec
@@ -74,16 +74,15 @@ def plan_split(model: PreTrainedModel, stages: int) -> SplitPlan:
     return plan
 
 
-def specs(model: PreTrainedModel, plan: SplitPlan, freeze: Sequence[str] = ()) -> list[ParameterSpec]:
+def specs(model: PreTrainedModel, plan: SplitPlan, freeze_parameters: Sequence[str] = ()) -> list[ParameterSpec]:
     """Every parameter of every stage, stage by stage, each in registration order.
 
     A parameter tied within one stage appears once, under its first name. One tied across stages appears on each of
-    them. `freeze` holds regular expressions, searched for in the global names; a tied parameter is frozen under any of
-    its names.
+    them. `freeze_parameters` holds regular expressions, searched for in the global names.
 
-    Raises `UserError` for an expression that is invalid or matches nothing.
+    Raises `UserError` for an expression that is invalid or matches nothing, and when nothing is left to be trained.
     """
-    frozen = _frozen(model, freeze)
+    frozen = frozen_parameters(model, freeze_parameters)
     first_names: dict[nn.Parameter, str] = {}
     found = []
     for stage in range(plan.stages):
@@ -175,23 +174,6 @@ def _refusal(model: PreTrainedModel, stages: int, wrong: str) -> UserError:
         wrong,
         "Write pipeline_parallel_degree 1 (data parallelism works with every model)",
     )
-
-
-def _frozen(model: PreTrainedModel, freeze: Sequence[str]) -> set[nn.Parameter]:
-    frozen = set()
-    for pattern in freeze:
-        try:
-            expression = re.compile(pattern)
-        except re.error as error:
-            raise UserError(f"freeze {pattern!r}", f"it is no regular expression: {error}", "Correct it") from error
-        matches = {parameter for name, parameter in _all_parameters(model) if expression.search(name)}
-        if not matches:
-            example = next(name for name, _ in _all_parameters(model))
-            raise UserError(
-                f"freeze {pattern!r}", "it matches no parameter", f"Parameters have names such as {example}"
-            )
-        frozen |= matches
-    return frozen
 
 
 def _tied_sources(model: PreTrainedModel, plan: SplitPlan, stage: int) -> dict[str, TiedSource]:

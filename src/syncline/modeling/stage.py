@@ -93,7 +93,9 @@ class Stage(nn.Module):
 
     def _run(self, model: PreTrainedModel, micro_batch: MicroBatch, hidden: Tensor | None) -> Any:
         arguments: dict[str, Tensor | None] = {"attention_mask": micro_batch.attention_mask}
-        if self.accepts_positions:
+        # Given positions, transformers reads them to find packed documents, and the host waits for the device. What a
+        # model counts by itself when it is given none is the plain 0, 1, 2, ...
+        if self.accepts_positions and micro_batch.is_packed:
             arguments["position_ids"] = micro_batch.position_ids
         (injector,) = self._injector
         if injector is None:

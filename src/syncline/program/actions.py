@@ -79,7 +79,10 @@ class Backward(Action):
 
 @dataclass(frozen=True)
 class PointToPoint(Action):
-    """`stage` is the rank's own stage, `peer` the other side's global rank. Sends never block; receives do."""
+    """`stage` is the rank's own stage, `peer` the other side's global rank.
+
+    A receive waits for its message. A send returns at once unless `MESSAGES_IN_FLIGHT` earlier ones are still on their
+    way."""
 
     stage: int
     micro_batch: int

@@ -67,9 +67,7 @@ def bytes_sent(program: Program, rank: int) -> int:
 
 def peak_gradient_bytes(program: Program, rank: int) -> int:
     """The largest sum of gradient storage alive at any moment of the step."""
-    allocated = {action.bucket for action in program.ranks[rank] if isinstance(action, AllocateGradients)}
-    held = sum(program.gradient_bytes(bucket.id) for bucket in program.buckets(rank) if bucket.id not in allocated)
-    peak = held
+    peak = held = gradient_bytes_between_steps(program, rank)
     for action in program.ranks[rank]:
         if isinstance(action, AllocateGradients):
             held += program.gradient_bytes(action.bucket)
@@ -151,5 +149,5 @@ def summary(program: Program) -> dict[str, Any]:
 
 def gradient_bytes_between_steps(program: Program, rank: int) -> int:
     """Bytes of the buckets that keep their storage from step to step."""
-    released = {action.bucket for action in program.ranks[rank] if isinstance(action, AllocateGradients)}
+    released = program.released_buckets(rank)
     return sum(program.gradient_bytes(bucket.id) for bucket in program.buckets(rank) if bucket.id not in released)

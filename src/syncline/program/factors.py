@@ -27,17 +27,6 @@ class Factor:
         assert not unknown, f"unknown quantities {unknown}"
         return Factor(tuple((name, powers[name]) for name in QUANTITIES if powers.get(name)))
 
-    @staticmethod
-    def parse(text: str) -> Factor:
-        """The inverse of `str`."""
-        above, _, below = text.partition("/")
-        powers: dict[str, int] = {}
-        for sign, side in ((1, above), (-1, below.strip("()"))):
-            for name in filter(None, side.split("*")):
-                if name != "1":
-                    powers[name] = powers.get(name, 0) + sign
-        return Factor.of(**powers)
-
     def __mul__(self, other: Factor) -> Factor:
         powers = dict(self.powers)
         for name, power in other.powers:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from syncline.program.actions import Action
+from syncline.program.actions import Action, AllocateGradients
 from syncline.program.factors import Factor
 from syncline.program.layout import Bucket, ParameterLayout
 from syncline.topology import AXES, Topology
+
+MESSAGES_IN_FLIGHT = 2
+"""How many messages a rank may have sent to a neighbour in one direction before the first must have been received.
+
+It bounds what the sender keeps alive. With none in flight 1F1B would deadlock: a stage would have to deliver its next
+activation before its neighbour, busy delivering a gradient, could take it.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class Program:
         axes = tuple(group.split("+"))
         assert set(axes) <= set(AXES), f"unknown group {group}"
         return self.topology.group(rank, axes)
+
+    def released_buckets(self, rank: int) -> frozenset[int]:
+        """The buckets that get their storage within the step, and so hold none between steps."""
+        return frozenset(a.bucket for a in self.ranks[rank] if isinstance(a, AllocateGradients))
 
     def map_ranks(self, change: Callable[[int, Sequence[Action]], Sequence[Action]]) -> Program:
         """The program in which each rank's actions are `change(rank, actions)`."""

@@ -19,9 +19,18 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
+from syncline.program.abstract_state import (
+    Blocked,
+    BucketState,
+    Collective,
+    Content,
+    Meeting,
+    RankState,
+    Violation,
+)
 from syncline.program.actions import (
     Action,
     AllocateGradients,
@@ -45,25 +54,7 @@ from syncline.program.actions import (
     ZeroGradients,
 )
 from syncline.program.factors import Factor
-from syncline.program.program import Program
-
-RULES = {
-    1: "every receive has its send, in an order that cannot deadlock",
-    2: "every gradient of every micro-batch is inside exactly one reduction per group that needs it",
-    3: "no read before its wait, no write between start and wait, no use after free, nothing leaked",
-    4: "collectives are issued in the same order by every member of their group",
-    5: "the product of all scales on a gradient's path is exactly the target",
-    6: "gradient storage by liveness peaks at what the program declares",
-}
-
-
-class Violation(Exception):
-    """A rule that a program breaks: names the rank, the action and the rule."""
-
-    def __init__(self, rule: int, rank: int, action: Action | None, what: str) -> None:
-        self.rule, self.rank, self.action = rule, rank, action
-        where = f"rank {rank}" + (f", {action}" if action is not None else ", end of the step")
-        super().__init__(f"rule {rule} ({RULES[rule]}) is broken at {where}: {what}")
+from syncline.program.program import MESSAGES_IN_FLIGHT, Program
 
 
 @dataclass(frozen=True)
@@ -82,71 +73,12 @@ def verify(program: Program) -> Verified:
     return _AbstractRun(program).run()
 
 
-@dataclass(frozen=True)
-class _Content:
-    """What a bucket holds of one micro-batch: its coefficient, and whether all replicas are in it."""
-
-    coefficient: Fraction
-    reduced: bool
-
-
-@dataclass
-class _Bucket:
-    """The abstract storage of one bucket on one rank."""
-
-    live: bool
-    contents: dict[int, _Content] = field(default_factory=dict)
-    in_flight: _Collective | None = None
-    copies_summed: bool = False
-    consumed: bool = False
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """One started collective: its place in the group's sequence, and what the rank put in."""
-
-    group: tuple[int, ...]
-    index: int
-    action: Action
-    snapshot: dict[int, _Content]
-
-
-@dataclass
-class _Meeting:
-    """One collective of a group as far as it has got: what its first member issued, and how many have come."""
-
-    first: _Collective
-    arrived: int = 0
-
-
-@dataclass
-class _Rank:
-    """One rank's state."""
-
-    number: int
-    position: int = 0
-    buckets: dict[int, _Bucket] = field(default_factory=dict)
-    seeds: dict[int, Fraction] = field(default_factory=dict)
-    forwards: set[tuple[int, int]] = field(default_factory=set)
-    backwards: set[tuple[int, int]] = field(default_factory=set)
-    activations: set[tuple[int, int]] = field(default_factory=set)
-    gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
-    issued: dict[tuple[int, ...], int] = field(default_factory=dict)
-    blocked_in: _Collective | None = None
-    inside: list[Backward] = field(default_factory=list)
-    held_bytes: int = 0
-    peak_bytes: int = 0
-
-
-class _Blocked(Exception):
-    """The rank cannot go on yet."""
-
-
 class _AbstractRun:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.quantities = {
-            # Distinct primes: a product of scales equals the target in value only if it does in its factors.
+            # Large primes for what only a run knows: a product of scales that has one factor too many cannot equal the
+            # target by chance. The other two are the program's own.
             "tokens": Fraction(1_000_003),
             "micro_batch_tokens": Fraction(10_007),
             "accumulation": Fraction(program.micro_batches),
@@ -155,8 +87,8 @@ class _AbstractRun:
         self.target = self.value(program.target)
         self.ranks = [self._start(rank) for rank in range(program.topology.world_size)]
         self.channels: dict[tuple[int, int, str], deque[tuple[PointToPoint, Fraction]]] = defaultdict(deque)
-        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self.handlers: dict[type[Action], Callable[[_Rank, Action], None]] = {
+        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self.handlers: dict[type[Action], Callable[[RankState, Action], None]] = {
             CountTokens: self.blocking_collective,
             ReduceLoss: self.blocking_collective,
             ClipGradients: self.clip,
@@ -194,7 +126,7 @@ class _AbstractRun:
             self._check_end(rank)
         return Verified(tuple(rank.peak_bytes for rank in self.ranks))
 
-    def _advance(self, rank: _Rank) -> bool:
+    def _advance(self, rank: RankState) -> bool:
         actions = self.program.ranks[rank.number]
         before = rank.position
         while rank.position < len(actions):
@@ -202,17 +134,17 @@ class _AbstractRun:
             self._check_during(rank, action)
             try:
                 self.handlers[type(action)](rank, action)
-            except _Blocked:
+            except Blocked:
                 break
             rank.position += 1
         return rank.position != before
 
-    def _start(self, number: int) -> _Rank:
-        rank = _Rank(number)
-        allocated = {a.bucket for a in self.program.ranks[number] if isinstance(a, AllocateGradients)}
+    def _start(self, number: int) -> RankState:
+        rank = RankState(number)
+        released = self.program.released_buckets(number)
         for bucket in self.program.buckets(number):
-            live = bucket.id not in allocated
-            rank.buckets[bucket.id] = _Bucket(live)
+            live = bucket.id not in released
+            rank.buckets[bucket.id] = BucketState(live)
             rank.held_bytes += self.program.gradient_bytes(bucket.id) if live else 0
         rank.peak_bytes = rank.held_bytes
         return rank
@@ -221,7 +153,7 @@ class _AbstractRun:
     def _rule_of_wait(action: Action) -> int:
         return 1 if isinstance(action, PointToPoint) else 4
 
-    def _check_during(self, rank: _Rank, action: Action) -> None:
+    def _check_during(self, rank: RankState, action: Action) -> None:
         """What happens during a backward stands right behind it, so that nothing is issued in between."""
         during = getattr(action, "during", None)
         if during is not None and during not in rank.inside:
@@ -231,7 +163,7 @@ class _AbstractRun:
         if during is None:
             rank.inside = [action] if isinstance(action, Backward) else []
 
-    def _check_end(self, rank: _Rank) -> None:
+    def _check_end(self, rank: RankState) -> None:
         def broken(rule: int, what: str) -> Violation:
             return Violation(rule, rank.number, None, what)
 
@@ -243,7 +175,7 @@ class _AbstractRun:
         for stage, micro_batch in sorted(rank.forwards - rank.backwards):
             if rank.backwards or rank.buckets:
                 raise broken(3, f"the activations of stage {stage}, micro-batch {micro_batch} are never used")
-        released = {a.bucket for a in self.program.ranks[rank.number] if isinstance(a, AllocateGradients)}
+        released = self.program.released_buckets(rank.number)
         for id, bucket in rank.buckets.items():
             if bucket.in_flight is not None:
                 raise broken(3, f"the reduction of bucket {id} is never waited for")
@@ -264,21 +196,21 @@ class _AbstractRun:
 
     # ---- Compute and messages ----------------------------------------------------------------------------------------
 
-    def forward(self, rank: _Rank, action: Action) -> None:
+    def forward(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, Forward)
         key = (action.stage, action.micro_batch)
         if action.stage > 0 and key not in rank.activations:
             raise Violation(3, rank.number, action, "its activation has not been received")
         rank.forwards.add(key)
 
-    def scale_loss(self, rank: _Rank, action: Action) -> None:
+    def scale_loss(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ScaleLoss)
         if (action.stage, action.micro_batch) in rank.backwards:
             raise Violation(5, rank.number, action, "the backward has already been seeded")
         seed = rank.seeds.get(action.micro_batch, Fraction(1))
         rank.seeds[action.micro_batch] = seed * self.value(action.scale)
 
-    def backward(self, rank: _Rank, action: Action) -> None:
+    def backward(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, Backward)
         key = (action.stage, action.micro_batch)
         if key not in rank.forwards:
@@ -297,20 +229,23 @@ class _AbstractRun:
             held = self._usable(rank, action, bucket.id)
             if held.consumed:
                 raise Violation(3, rank.number, action, f"bucket {bucket.id} was already used by the optimizer")
-            held.contents[action.micro_batch] = _Content(seed, self.program.topology.replicas == 1)
+            held.contents[action.micro_batch] = Content(seed, self.program.topology.replicas == 1)
 
-    def _allocate_during(self, rank: _Rank, backward: Backward) -> None:
+    def _allocate_during(self, rank: RankState, backward: Backward) -> None:
         for action in self.program.ranks[rank.number][rank.position + 1 :]:
             if getattr(action, "during", None) != backward:
                 break
             if isinstance(action, AllocateGradients):
                 self._give_storage(rank, action)
 
-    def send(self, rank: _Rank, action: Action) -> None:
+    def send(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, PointToPoint)
         done = rank.forwards if isinstance(action, SendActivation) else rank.backwards
         if (action.stage, action.micro_batch) not in done:
             raise Violation(3, rank.number, action, "what it sends has not been computed")
+        channel = self.channels[rank.number, action.peer, action.direction]
+        if len(channel) >= MESSAGES_IN_FLIGHT:
+            raise Blocked
         seed = Fraction(1)
         if isinstance(action, SendGradient):
             on_last = action.stage == self.program.last_stage
@@ -319,13 +254,13 @@ class _AbstractRun:
                 if on_last
                 else rank.gradients[action.stage, action.micro_batch]
             )
-        self.channels[rank.number, action.peer, action.direction].append((action, seed))
+        channel.append((action, seed))
 
-    def receive(self, rank: _Rank, action: Action) -> None:
+    def receive(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, PointToPoint)
         channel = self.channels[action.peer, rank.number, action.direction]
         if not channel:
-            raise _Blocked
+            raise Blocked
         sent, seed = channel.popleft()
         step = 1 if action.direction == "activation" else -1
         if (sent.stage + step, sent.micro_batch) != (action.stage, action.micro_batch):
@@ -338,12 +273,12 @@ class _AbstractRun:
 
     # ---- Storage -----------------------------------------------------------------------------------------------------
 
-    def allocate(self, rank: _Rank, action: Action) -> None:
+    def allocate(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, AllocateGradients)
         if action.during is None:
             self._give_storage(rank, action)
 
-    def _give_storage(self, rank: _Rank, action: AllocateGradients) -> None:
+    def _give_storage(self, rank: RankState, action: AllocateGradients) -> None:
         bucket = rank.buckets.get(action.bucket)
         if bucket is None:
             raise Violation(3, rank.number, action, "the rank does not hold this bucket")
@@ -353,18 +288,18 @@ class _AbstractRun:
         rank.held_bytes += self.program.gradient_bytes(action.bucket)
         rank.peak_bytes = max(rank.peak_bytes, rank.held_bytes)
 
-    def zero(self, rank: _Rank, action: Action) -> None:
+    def zero(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ZeroGradients)
         self._usable(rank, action, action.bucket).contents.clear()
 
-    def free(self, rank: _Rank, action: Action) -> None:
+    def free(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, FreeGradients)
         bucket = self._usable(rank, action, action.bucket)
         bucket.contents.clear()
         bucket.live = False
         rank.held_bytes -= self.program.gradient_bytes(action.bucket)
 
-    def _usable(self, rank: _Rank, action: Action, id: int) -> _Bucket:
+    def _usable(self, rank: RankState, action: Action, id: int) -> BucketState:
         bucket = rank.buckets.get(id)
         if bucket is None:
             raise Violation(3, rank.number, action, f"the rank does not hold bucket {id}")
@@ -376,14 +311,14 @@ class _AbstractRun:
 
     # ---- Collectives -------------------------------------------------------------------------------------------------
 
-    def start_reduction(self, rank: _Rank, action: Action) -> None:
+    def start_reduction(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ReduceGradients)
         bucket = self._usable(rank, action, action.bucket)
         if all(content.reduced for content in bucket.contents.values()):
             raise Violation(2, rank.number, action, "the bucket holds nothing that has not been reduced already")
         bucket.in_flight = self._issue(rank, action, dict(bucket.contents))
 
-    def wait(self, rank: _Rank, action: Action) -> None:
+    def wait(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, WaitReduce)
         bucket = rank.buckets.get(action.bucket)
         collective = bucket.in_flight if bucket is not None else None
@@ -398,10 +333,10 @@ class _AbstractRun:
             # A reduced gradient is the same on all members: their sum is that many times it, their average is itself.
             growth = members if content.reduced and reduction.op == "sum" else Fraction(1)
             shrinkage = members if not content.reduced and reduction.op == "avg" else Fraction(1)
-            bucket.contents[micro_batch] = _Content(content.coefficient * growth / shrinkage, True)
+            bucket.contents[micro_batch] = Content(content.coefficient * growth / shrinkage, True)
         bucket.in_flight = None
 
-    def sum_copies(self, rank: _Rank, action: Action) -> None:
+    def sum_copies(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ReduceReplicated)
         bucket = self._usable(rank, action, action.bucket)
         if bucket.copies_summed:
@@ -409,14 +344,14 @@ class _AbstractRun:
         self.blocking_collective(rank, action, bucket.contents)
         bucket.copies_summed = True
 
-    def scale_gradients(self, rank: _Rank, action: Action) -> None:
+    def scale_gradients(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ScaleGradients)
         bucket = self._usable(rank, action, action.bucket)
         value = self.value(action.scale)
         for micro_batch, content in bucket.contents.items():
-            bucket.contents[micro_batch] = _Content(content.coefficient * value, content.reduced)
+            bucket.contents[micro_batch] = Content(content.coefficient * value, content.reduced)
 
-    def clip(self, rank: _Rank, action: Action) -> None:
+    def clip(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ClipGradients)
         expected = {bucket.id for bucket in self.program.buckets(rank.number) if bucket.counts_in_norm}
         if set(action.buckets) != expected or len(action.buckets) != len(expected):
@@ -425,14 +360,14 @@ class _AbstractRun:
             self._check_complete(rank, action, id, action.scale)
         self.blocking_collective(rank, action)
 
-    def optimizer_step(self, rank: _Rank, action: Action) -> None:
+    def optimizer_step(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, OptimizerStep)
         self._check_complete(rank, action, action.bucket, action.scale)
         if rank.buckets[action.bucket].consumed:
             raise Violation(2, rank.number, action, "the bucket is used for a second update")
         rank.buckets[action.bucket].consumed = True
 
-    def _check_complete(self, rank: _Rank, action: Action, id: int, scale: Factor) -> None:
+    def _check_complete(self, rank: RankState, action: Action, id: int, scale: Factor) -> None:
         bucket = self._usable(rank, action, id)
         missing = set(range(self.program.micro_batches)) - set(bucket.contents)
         if missing:
@@ -448,7 +383,7 @@ class _AbstractRun:
                 what = f"micro-batch {micro_batch} of bucket {id} is {product / self.target} times what it must be"
                 raise Violation(5, rank.number, action, what)
 
-    def blocking_collective(self, rank: _Rank, action: Action, snapshot: dict[int, _Content] | None = None) -> None:
+    def blocking_collective(self, rank: RankState, action: Action, snapshot: dict[int, Content] | None = None) -> None:
         if rank.blocked_in is None:
             rank.blocked_in = self._issue(rank, action, dict(snapshot or {}))
         collective = rank.blocked_in
@@ -456,23 +391,23 @@ class _AbstractRun:
         rank.blocked_in = None
         self._check_alike(rank, collective)
 
-    def _issue(self, rank: _Rank, action: Action, snapshot: dict[int, _Content]) -> _Collective:
+    def _issue(self, rank: RankState, action: Action, snapshot: dict[int, Content]) -> Collective:
         group = self.program.members(rank.number, action.group)  # type: ignore[attr-defined]
         index = rank.issued.get(group, 0)
         rank.issued[group] = index + 1
-        collective = _Collective(group, index, action, snapshot)
-        meeting = self.meetings.setdefault((group, index), _Meeting(collective))
+        collective = Collective(group, index, action, snapshot)
+        meeting = self.meetings.setdefault((group, index), Meeting(collective))
         meeting.arrived += 1
         if self._signature(meeting.first.action) != self._signature(action):
             what = f"another member of {group} issues {meeting.first.action} there"
             raise Violation(4, rank.number, action, what)
         return collective
 
-    def _await(self, collective: _Collective) -> None:
+    def _await(self, collective: Collective) -> None:
         if self.meetings[collective.group, collective.index].arrived < len(collective.group):
-            raise _Blocked
+            raise Blocked
 
-    def _check_alike(self, rank: _Rank, collective: _Collective) -> None:
+    def _check_alike(self, rank: RankState, collective: Collective) -> None:
         first = self.meetings[collective.group, collective.index].first
         if first.snapshot == collective.snapshot:
             return

@@ -1,6 +1,7 @@
 """Collectives by group name, and the count of what they send.
 
-The backend follows the device: NCCL on CUDA, Gloo on the CPU. Every failure to complete names what was waited for.
+The backend follows the device: NCCL on CUDA, Gloo on the CPU. Where the host waits, a failure names what was waited
+for; NCCL's own watchdog ends a process whose device waits too long.
 """
 
 from __future__ import annotations
@@ -80,9 +81,6 @@ class Collectives:
     def sum(self, tensor: Tensor, group: str, what: str) -> None:
         """Sum `tensor` in place over `group`, now."""
         Pending(self._all_reduce(tensor, group, dist.ReduceOp.SUM), what, tensor, tensor).wait()
-
-    def members(self, group: str) -> tuple[int, ...]:
-        return self._members[group]
 
     def _all_reduce(self, tensor: Tensor, group: str, op: dist.ReduceOp.RedOpType) -> dist.Work | None:
         members = self._members[group]

@@ -11,6 +11,8 @@ never wait for one another.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.program.actions import PointToPoint
+from syncline.program.program import MESSAGES_IN_FLIGHT
 from syncline.runtime.collectives import Traffic, waiting_for
 from syncline.strategy import ShapeExchange
 from syncline.topology import Topology
@@ -32,8 +35,25 @@ Key = tuple[int, str, tuple[int, ...]]
 Header = tuple[torch.dtype, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class _Leaving:
+    """A message on its way, and the tensors that must live until it has left."""
+
+    works: list[dist.Work]
+    parts: list[Tensor]
+    what: str
+
+    def wait(self) -> None:
+        for work in self.works:
+            with waiting_for(self.what):
+                work.wait()
+
+
 class Transport:
-    """Sends never block the caller; a tensor on its way is kept alive until it has left."""
+    """Sends return at once while fewer than `MESSAGES_IN_FLIGHT` earlier ones are on their way; receives wait.
+
+    Headers stay on the host, where both sides read them without waiting for a device.
+    """
 
     def __init__(
         self, topology: Topology, exchange: ShapeExchange, device: torch.device, traffic: Traffic, timeout: timedelta
@@ -43,25 +63,29 @@ class Transport:
         self._traffic = traffic
         self._sent_headers: dict[Key, Header] = {}
         self._received_headers: dict[Key, Header] = {}
-        self._leaving: list[tuple[dist.Work, Tensor, str]] = []
+        self._leaving: dict[str, deque[_Leaving]] = {direction: deque() for direction in DIRECTIONS}
         self._groups = _direction_groups(topology, timeout)
 
     def send(self, action: PointToPoint, tensor: Tensor, micro_batch_shape: tuple[int, ...]) -> None:
         """Start sending `tensor` to the action's peer."""
+        leaving = self._leaving[action.direction]
+        while len(leaving) >= MESSAGES_IN_FLIGHT:
+            leaving.popleft().wait()
         key = (action.peer, action.direction, micro_batch_shape)
         header = (tensor.dtype, tuple(tensor.shape))
+        parts = [tensor.contiguous()]
         if self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._sent_headers:
-            self._start(_encode(header).to(self._device), action)
+            parts.insert(0, _encode(header))
             self._sent_headers[key] = header
         assert header == self._sent_headers[key], "the same micro-batch shape gave another activation shape"
         self._traffic.sent += tensor.numel() * tensor.element_size()
-        self._start(tensor.contiguous(), action)
+        leaving.append(self._start(parts, action))
 
     def receive(self, action: PointToPoint, micro_batch_shape: tuple[int, ...]) -> Tensor:
         """The tensor that the action's peer sent, once it is there."""
         key = (action.peer, action.direction, micro_batch_shape)
         if self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._received_headers:
-            header = torch.empty(2 + MAX_DIMENSIONS, dtype=torch.int64, device=self._device)
+            header = torch.empty(2 + MAX_DIMENSIONS, dtype=torch.int64)
             self._wait_for(header, action)
             self._received_headers[key] = _decode(header)
         dtype, shape = self._received_headers[key]
@@ -71,21 +95,18 @@ class Transport:
 
     def end_step(self) -> None:
         """Wait until everything has left."""
-        for work, _, what in self._leaving:
-            with waiting_for(what):
-                work.wait()
-        self._leaving.clear()
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving.popleft().wait()
         if self._exchange is ShapeExchange.EACH_STEP:
             self._sent_headers.clear()
             self._received_headers.clear()
 
-    def _start(self, tensor: Tensor, action: PointToPoint) -> None:
-        self._leaving = [entry for entry in self._leaving if not entry[0].is_completed()]
+    def _start(self, parts: list[Tensor], action: PointToPoint) -> _Leaving:
         what = f"rank {action.peer} to take {_describe(action)}"
         with waiting_for(what):
-            work = dist.isend(tensor, action.peer, group=self._groups[action.direction])
-        assert work is not None
-        self._leaving.append((work, tensor, what))
+            works = [dist.isend(part, action.peer, group=self._groups[action.direction]) for part in parts]
+        return _Leaving([work for work in works if work is not None], parts, what)
 
     def _wait_for(self, tensor: Tensor, action: PointToPoint) -> None:
         with waiting_for(f"{_describe(action)} from rank {action.peer}"):

@@ -40,6 +40,7 @@ from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for
 from syncline.runtime.collectives import Collectives, Pending
 from syncline.runtime.optimizer import BucketOptimizer, OptimizerSettings
 from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.readback import Readback
 from syncline.runtime.transport import Transport
 from syncline.runtime.triggers import BackwardTriggers
 
@@ -79,6 +80,8 @@ class StepResult:
     peak_gradient_bytes: int
     held_gradient_bytes: int
     """What is still allocated after the step."""
+    numbers: Readback
+    """Loss and, with an update, gradient norm, on their way to the host."""
     clock: Clock
     """Seconds of each phase, for who reads them."""
     actions: tuple[ActionTime, ...] = ()
@@ -215,6 +218,7 @@ class Worker:
         self._transport.end_step()
         clock.enter(None)
         assert state.loss is not None
+        scalars = [state.loss] if state.gradient_norm is None else [state.loss, state.gradient_norm]
         return StepResult(
             loss=state.loss,
             gradient_norm=state.gradient_norm,
@@ -223,6 +227,7 @@ class Worker:
             bytes_sent=self._collectives.traffic.sent,
             peak_gradient_bytes=self.memory.peak,
             held_gradient_bytes=self.memory.held,
+            numbers=Readback(*scalars),
             clock=clock,
             actions=tuple(times),
         )
@@ -232,7 +237,7 @@ class Worker:
 
     def _prepare_gradients(self, actions: Sequence[Action]) -> None:
         """Buckets that no action allocates live for the whole run; those with a `during` are watched."""
-        allocated = {action.bucket for action in actions if isinstance(action, AllocateGradients)}
+        allocated = self.program.released_buckets(self.rank)
         watched = {happening.bucket for inside in self._during.values() for happening in inside}
         for id, bucket in self.gradients.items():
             if id not in allocated:
@@ -351,7 +356,7 @@ class Worker:
             return
         factor = self._state.clip_factor
         if action.scale:
-            scale = torch.tensor(self._value(action.scale), dtype=torch.float64, device=self._device)
+            scale = torch.full((), self._value(action.scale), dtype=torch.float64, device=self._device)
             factor = scale if factor is None else factor * scale
         self.optimizers[action.bucket].step(self.gradients[action.bucket], self._state.learning_rate, factor)
 

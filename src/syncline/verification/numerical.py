@@ -4,25 +4,29 @@ reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
 from syncline.engine import Engine, start_engine
 from syncline.job import Job, describe_job, in_float64
-from syncline.modeling.load import build_meta_model, resolve_config
+from syncline.modeling.freezing import frozen_parameters
+from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
 from syncline.modeling.materialise import materialise
 from syncline.modeling.shrink import shrink_config
 from syncline.runtime.worker import StepResult
 from syncline.strategy import Normalization, resolve_strategy
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
 from syncline.verification.double import InFloat64, recompute_in_float64
+from syncline.verification.freezing import small_patterns
 from syncline.verification.probes import add_probes
+from syncline.verification.randomness import silence_dropouts, without_randomness
 from syncline.verification.reference import ReferenceRun, ReferenceSettings, run_reference
 
 STEPS = 3
@@ -47,7 +51,9 @@ class Report:
     parameters: int
     """Compared parameters, summed over ranks."""
     max_relative_error: float
-    """The largest difference, relative to the largest reference value of the parameter (or of the loss or norm)."""
+    """The largest difference, relative to the largest reference value of the parameter (or of the loss or norm);
+    infinite when something is not a number.
+    """
     worst_parameter: str
     worst_rank: int
     tolerance: float
@@ -55,8 +61,18 @@ class Report:
 
 
 def verification_job(arguments: TrainingArguments) -> Job:
-    """The user's configuration on small shapes, in float64, with parameters that some or all samples leave unused."""
-    config = _small_config(arguments)
+    """The user's configuration on small shapes, in float64, with parameters that some or all samples leave unused, at
+    least one that is frozen (see `small_patterns`), and nothing random.
+
+    The user's attention is used where it computes on the CPU in float64, `eager` elsewhere. Raises `UserError` for
+    whatever in the arguments or the model cannot work, patterns that match nothing in the full model included.
+    """
+    full_config = resolve_config(arguments.model_name_or_path, arguments.model_config)
+    # One layer more than stages, so that stages differ in size.
+    config = without_randomness(shrink_config(full_config, arguments.pipeline_parallel_degree + 1))
+    attention = portable_attention(arguments.attn_implementation)
+    if arguments.freeze_parameters:  # Refused as training would refuse them: the small model has other layers.
+        frozen_parameters(build_meta_model(full_config, attention), arguments.freeze_parameters)
     small = replace(
         arguments,
         per_device_train_batch_size=ROWS,
@@ -64,9 +80,11 @@ def verification_job(arguments: TrainingArguments) -> Job:
         model_name_or_path=None,
         max_grad_norm=CLIPPED_NORM if arguments.max_grad_norm > 0 else 0.0,
         adam_epsilon=max(arguments.adam_epsilon, EPSILON),
+        attn_implementation=attention,
+        freeze_parameters=small_patterns(arguments.freeze_parameters, _small_model(config, attention)),
     )
     strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
-    return describe_job(small, config=config, strategy=strategy, change_model=add_probes)
+    return describe_job(small, config=config, strategy=strategy, change_model=_prepare)
 
 
 def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -> Report:
@@ -88,8 +106,7 @@ def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -
 def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
     """One process on the whole of each global batch, on the CPU."""
     arguments = job.arguments
-    model = build_meta_model(job.config, arguments.attn_implementation)
-    add_probes(model)
+    model = _small_model(job.config, arguments.attn_implementation)
     materialise(model, dtype=torch.float64, device="cpu", seed=arguments.seed)
     frozen = {spec.name for spec in job.layout.specs if spec.frozen}
     for name, parameter in model.named_parameters():
@@ -106,10 +123,16 @@ def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
     return run_reference(model.train(), steps, settings)
 
 
-def _small_config(arguments: TrainingArguments) -> PretrainedConfig:
-    """One layer more than stages, so that stages differ in size."""
-    config = resolve_config(arguments.model_name_or_path, arguments.model_config)
-    return shrink_config(config, arguments.pipeline_parallel_degree + 1)
+def _small_model(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """As the job lays it out and the reference trains it, on the meta device."""
+    model = build_meta_model(config, attention)
+    _prepare(model)
+    return model
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    add_probes(model)
+    silence_dropouts(model)
 
 
 def _own(job: Job, batch: GlobalBatch, rank: int, device: torch.device) -> list:
@@ -133,7 +156,7 @@ def _compare(engine: Engine, results: list[StepResult], reference: ReferenceRun)
 def _relative(value: Tensor, reference: Tensor) -> float:
     difference = (value.double() - reference.double()).abs().max()
     error = float(difference / reference.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny))
-    return error if error == error else float("inf")
+    return math.inf if math.isnan(error) else error
 
 
 def _gather(rank: int, error: float, worst: str, parameters: int) -> Report:

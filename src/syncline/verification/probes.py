@@ -18,7 +18,7 @@ def add_probes(model: PreTrainedModel) -> None:
     is: there it gets no gradient at all. Which rows these are follows from the data and the weights, so every topology
     agrees.
     """
-    for layer in _decoder_layers(model):
+    for layer in decoder_layers(model):
         hidden = int(model.config.get_text_config().hidden_size)
         with torch.device("meta"):
             layer.add_module(SOMETIMES, nn.Linear(hidden, hidden, bias=False))
@@ -26,7 +26,13 @@ def add_probes(model: PreTrainedModel) -> None:
         layer.register_forward_hook(_use_sometimes)
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def is_probe(name: str) -> bool:
+    """Whether the parameter of this global name was added here."""
+    return SOMETIMES in name or NEVER in name
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers in order: the list of modules that holds most parameters."""
     lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
     layers = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
     return list(layers)

@@ -2,7 +2,7 @@
 
 It shares no scheduling, reduction, bucket, clipping or optimizer code with what it checks: whole Hugging Face model,
 one forward of all samples (or one per micro-batch where each counts alike), PyTorch's own cross-entropy, clipping and
-per-parameter optimizer.
+per-parameter optimizer. Every row is one document, whose positions the model counts itself.
 """
 
 from __future__ import annotations
@@ -60,18 +60,16 @@ def run_reference(model: PreTrainedModel, steps: Sequence[GlobalBatch], settings
 
 
 def _token_mean(model: PreTrainedModel, batch: GlobalBatch) -> Tensor:
-    input_ids, labels, positions = (
-        torch.cat([getattr(micro_batch, name) for micro_batch in batch.values()])
-        for name in ("input_ids", "labels", "position_ids")
-    )
-    logits = model(input_ids=input_ids, position_ids=positions).logits
+    input_ids = torch.cat([micro_batch.input_ids for micro_batch in batch.values()])
+    labels = torch.cat([micro_batch.labels for micro_batch in batch.values()])
+    logits = model(input_ids=input_ids).logits
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="mean")
 
 
 def _mean_of_micro_batches(model: PreTrainedModel, batch: GlobalBatch) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in batch.values():
-        logits = model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+        logits = model(input_ids=micro_batch.input_ids).logits
         labels = micro_batch.labels.flatten()
         loss = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
         total = total + loss / max(1, int((labels != -100).sum()))

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from syncline.program.actions import Action, Backward, ClipGradients, OptimizerStep, ScaleGradients, ScaleLoss
+from syncline.program.actions import Action, ClipGradients, OptimizerStep, ScaleGradients, ScaleLoss
 from syncline.program.factors import ONE, Factor
 from syncline.program.passes.delay_loss_scale import shared_part
+from syncline.program.passes.positions import last_backward
 from syncline.program.program import Program
 
 
@@ -29,7 +30,7 @@ def fold_scales(program: Program) -> Program:
     fold = _into_loss if into_loss else _into_optimizer
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = _last_backward(actions)
+        last = last_backward(actions)
         kept = [a for index, a in enumerate(actions) if index < last or not isinstance(a, ScaleGradients)]
         return [fold(action, factor) for action in kept]
 
@@ -39,7 +40,7 @@ def fold_scales(program: Program) -> Program:
 def _final_factors(program: Program, rank: int, actions: Sequence[Action]) -> list[Factor]:
     """For each bucket the product of the scales behind the rank's last backward."""
     factors = {bucket.id: ONE for bucket in program.buckets(rank)}
-    for action in actions[_last_backward(actions) :]:
+    for action in actions[last_backward(actions) :]:
         if isinstance(action, ScaleGradients):
             factors[action.bucket] *= action.scale
     return list(factors.values())
@@ -53,7 +54,3 @@ def _into_optimizer(action: Action, factor: Factor) -> Action:
     return (
         replace(action, scale=action.scale * factor) if isinstance(action, (ClipGradients, OptimizerStep)) else action
     )
-
-
-def _last_backward(actions: Sequence[Action]) -> int:
-    return max(index for index, action in enumerate(actions) if isinstance(action, Backward))

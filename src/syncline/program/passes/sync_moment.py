@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.program.actions import Action, Backward, ClipGradients, ReduceGradients, ScaleGradients, WaitReduce
+from syncline.program.actions import Action, ClipGradients, ReduceGradients, ScaleGradients, WaitReduce
+from syncline.program.passes.positions import last_backward
 from syncline.program.program import Program
 
 SYNCHRONISATION = (ReduceGradients, WaitReduce, ScaleGradients)
@@ -16,7 +17,7 @@ def sync_last_micro_batch(program: Program) -> Program:
     """Only the reductions that follow each stage's last backward stay: before it, gradients accumulate unreduced."""
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = _last_backward(actions)
+        last = last_backward(actions)
         return [
             action for index, action in enumerate(actions) if index > last or not isinstance(action, SYNCHRONISATION)
         ]
@@ -31,7 +32,7 @@ def sync_after_accumulation(program: Program) -> Program:
     """
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = _last_backward(actions)
+        last = last_backward(actions)
         moved = [action for action in actions[last + 1 :] if isinstance(action, SYNCHRONISATION)]
         starts = [action for action in moved if isinstance(action, ReduceGradients)]
         rest = [action for action in moved if not isinstance(action, ReduceGradients)]
@@ -44,7 +45,3 @@ def sync_after_accumulation(program: Program) -> Program:
         return changed
 
     return program.map_ranks(change)
-
-
-def _last_backward(actions: Sequence[Action]) -> int:
-    return max(index for index, action in enumerate(actions) if isinstance(action, Backward))

@@ -1,0 +1,86 @@
+"""What the verifier's abstract run keeps of ranks, buckets and collectives; the rules, and how breaking one is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from syncline.program.actions import Action, Backward
+
+RULES = {
+    1: "every receive has its send, in an order that cannot deadlock",
+    2: "every gradient of every micro-batch is inside exactly one reduction per group that needs it",
+    3: "no read before its wait, no write between start and wait, no use after free, nothing leaked",
+    4: "collectives are issued in the same order by every member of their group",
+    5: "the product of all scales on a gradient's path is exactly the target",
+    6: "gradient storage by liveness peaks at what the program declares",
+}
+
+
+class Violation(Exception):
+    """A rule that a program breaks: names the rank, the action and the rule."""
+
+    def __init__(self, rule: int, rank: int, action: Action | None, what: str) -> None:
+        self.rule, self.rank, self.action = rule, rank, action
+        where = f"rank {rank}" + (f", {action}" if action is not None else ", end of the step")
+        super().__init__(f"rule {rule} ({RULES[rule]}) is broken at {where}: {what}")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a bucket holds of one micro-batch: its coefficient, and whether all replicas are in it."""
+
+    coefficient: Fraction
+    reduced: bool
+
+
+@dataclass
+class BucketState:
+    """The abstract storage of one bucket on one rank."""
+
+    live: bool
+    contents: dict[int, Content] = field(default_factory=dict)
+    in_flight: Collective | None = None
+    copies_summed: bool = False
+    consumed: bool = False
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One started collective: its place in the group's sequence, and what the rank put in."""
+
+    group: tuple[int, ...]
+    index: int
+    action: Action
+    snapshot: dict[int, Content]
+
+
+@dataclass
+class Meeting:
+    """One collective of a group as far as it has got: what its first member issued, and how many have come."""
+
+    first: Collective
+    arrived: int = 0
+
+
+@dataclass
+class RankState:
+    """One rank's state."""
+
+    number: int
+    position: int = 0
+    buckets: dict[int, BucketState] = field(default_factory=dict)
+    seeds: dict[int, Fraction] = field(default_factory=dict)
+    forwards: set[tuple[int, int]] = field(default_factory=set)
+    backwards: set[tuple[int, int]] = field(default_factory=set)
+    activations: set[tuple[int, int]] = field(default_factory=set)
+    gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    issued: dict[tuple[int, ...], int] = field(default_factory=dict)
+    blocked_in: Collective | None = None
+    inside: list[Backward] = field(default_factory=list)
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Blocked(Exception):
+    """The rank cannot go on yet."""

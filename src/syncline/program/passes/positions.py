@@ -1,0 +1,12 @@
+"""Where things stand in a rank's list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.program.actions import Action, Backward
+
+
+def last_backward(actions: Sequence[Action]) -> int:
+    """The position of the last backward: behind it no gradient is written any more."""
+    return max(index for index, action in enumerate(actions) if isinstance(action, Backward))

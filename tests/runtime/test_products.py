@@ -1,0 +1,210 @@
+"""The gradients of layers that accumulate inside their products are autograd's."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from syncline.program.actions import AllocateGradients, Backward
+from syncline.program.layout import ALIGNMENT, Bucket, Slot
+from syncline.runtime.buckets import GradientBucket, GradientMemory
+from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.triggers import BackwardTriggers
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""Relative to the largest value of the gradient."""
+
+
+def two_layers(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=bias), nn.Tanh(), nn.Linear(8, 5, bias=bias)).to(dtype)
+
+
+def accumulating(model: nn.Module) -> nn.Module:
+    """A copy whose products accumulate into `.grad`, which is there before the first backward; the products' count
+    is in `products`.
+    """
+    model = deepcopy(model)
+    model.products = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def main_gradient(parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        model.products.append(parameter)
+        return parameter.grad
+
+    accumulate_in_products(model, main_gradient, next(model.parameters()).dtype)
+    return model
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def backward(model: nn.Module, input: Tensor) -> Tensor:
+    """Accumulates the gradients of a loss that depends on every output differently; returns the input's."""
+    input = input.clone().requires_grad_()
+    output = model(input)
+    (output * torch.linspace(-1, 2, output.numel(), dtype=output.dtype).view(output.shape)).square().sum().backward()
+    assert input.grad is not None
+    return input.grad
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        assert (found[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (2, 7, 6)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_gradients_are_those_of_autograd(dtype, bias, shape):
+    plain = two_layers(dtype, bias=bias)
+    model = accumulating(plain)
+    of_input = backward(model, inputs(shape, dtype))
+    expected_of_input = backward(plain, inputs(shape, dtype))
+    assert len(model.products) == 2
+    assert_close(
+        {"input": of_input, **gradients(model)},
+        {"input": expected_of_input, **gradients(plain)},
+        TOLERANCES[dtype],
+    )
+
+
+def test_micro_batches_accumulate_in_place():
+    plain = two_layers()
+    model = accumulating(plain)
+    places = {name: gradient.data_ptr() for name, gradient in gradients(model).items()}
+    for seed in range(3):
+        backward(model, inputs((2, 7, 6), seed=seed))
+        backward(plain, inputs((2, 7, 6), seed=seed))
+    assert {name: gradient.data_ptr() for name, gradient in gradients(model).items()} == places
+    assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+def test_a_frozen_weight_is_left_alone_and_passes_the_gradient_on():
+    plain = two_layers()
+    plain[2].weight.requires_grad_(False)
+    model = accumulating(plain)
+    of_input = backward(model, inputs((7, 6)))
+    assert_close({"input": of_input}, {"input": backward(plain, inputs((7, 6)))}, 1e-12)
+    assert len(model.products) == 1
+    assert model[2].weight.grad is None
+    assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+def test_subclasses_are_left_to_autograd():
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return functional.linear(input, 2 * self.weight, self.bias)
+
+    plain = nn.Sequential(Doubled(6, 5)).double()
+    model = accumulating(plain)
+    backward(model, inputs((7, 6)))
+    backward(plain, inputs((7, 6)))
+    assert model.products == []
+    assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+def test_weights_of_another_dtype_than_the_gradients_are_left_to_autograd():
+    model = two_layers(torch.bfloat16)
+    forward = model[0].forward
+    accumulate_in_products(model, lambda parameter: pytest.fail("no product"), torch.float32)
+    assert model[0].forward == forward
+    backward(model, inputs((7, 6), torch.bfloat16))
+
+
+def test_without_gradients_the_output_is_the_same_and_nothing_is_kept():
+    plain = two_layers()
+    model = accumulating(plain)
+    with torch.no_grad():
+        output = model(inputs((7, 6)))
+        assert torch.equal(output, plain(inputs((7, 6))))
+    assert not output.requires_grad
+    assert torch.equal(model(inputs((7, 6))).detach(), output)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, 11, bias=False, dtype=torch.float64)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).sin())
+
+
+def test_a_tied_embedding_and_head_add_to_one_gradient():
+    plain = Tied()
+    model = accumulating(plain)
+    tokens = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(3))
+    for one in (plain, model):
+        one(tokens).square().sum().backward()
+    assert len(model.products) == 1
+    assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+def test_recomputed_layers_accumulate_once():
+    plain = two_layers()
+    model = accumulating(plain)
+    input = inputs((2, 7, 6)).requires_grad_()
+    checkpoint(model, input, use_reentrant=False).square().sum().backward()
+    plain(inputs((2, 7, 6))).square().sum().backward()
+    assert len(model.products) == 2
+    assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_last():
+    plain = two_layers(bias=False)
+    model = deepcopy(plain)
+    names = [name for name, _ in model.named_parameters()]
+    slots = tuple(Slot(n, tuple(p.shape), ALIGNMENT * i) for i, (n, p) in enumerate(model.named_parameters()))
+    bucket = GradientBucket(
+        Bucket(0, 0, slots, ALIGNMENT * len(slots), decay=True),
+        list(model.parameters()),
+        torch.float64,
+        GradientMemory(),
+    )
+    triggers = BackwardTriggers(lambda action: bucket.allocate())
+    triggers.watch(bucket)
+
+    def main_gradient(parameter: Tensor) -> Tensor:
+        triggers.allocate_now(0)
+        assert parameter.grad is not None
+        return parameter.grad
+
+    accumulate_in_products(model, main_gradient, torch.float64)
+    seen: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: seen.update({name: parameter.grad.clone()})
+        )
+    output = model(inputs((7, 6)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    triggers.arm([AllocateGradients(0, during=Backward(0, 0))], {0: bucket})
+    output.square().sum().backward()
+    triggers.finish()
+    plain(inputs((7, 6))).square().sum().backward()
+    assert list(seen) == names[::-1]
+    assert_close(seen, gradients(plain), 1e-12)
+    assert_close(gradients(model), gradients(plain), 1e-12)
+    for slot in slots:
+        in_bucket = bucket.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        assert model.get_parameter(slot.name).grad.data_ptr() == in_bucket.data_ptr()
