@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from syncline.arguments import arguments_from_mapping
@@ -105,7 +105,7 @@ def float32_errors(rank: int, world_size: int, configurations: Mapping[str, Keys
     """For each configuration and parameter the error of the reduced gradient, and of the update that it makes at
     learning rate 1, relative to the largest gradient of the reference.
     """
-    errors = {}
+    errors: dict[str, dict[str, float]] = {}
     with reused_groups() as groups:
         for name, keys in configurations.items():
             groups.next_run()
@@ -153,18 +153,26 @@ def test_float32_gradients_are_those_of_one_process_in_float64(pool, topology):
 
 
 def summed_one_by_one(job: Job, rank: int) -> Gradients:
-    """Each micro-batch's bfloat16 gradients by plain autograd, added up in float32."""
+    """Each micro-batch's bfloat16 gradients by plain autograd, added up in float32; those of a tied embedding's two
+    uses as well.
+    """
     batch = global_batch(job)
     tokens = sum(micro_batch.valid_tokens for micro_batch in batch.values())
     total: Gradients = {}
     for index in range(job.strategy.micro_batches):
         stage = build_stage(job, 0, CPU)
+        head = stage.model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
         loss = stage(batch[job.strategy.topology.replica(rank), index])
         loss.backward(torch.full_like(loss, 1 / tokens))
+        own: Gradients = {}
         for name, parameter in stage.parameters_by_name().items():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.bfloat16
-            total[name] = total.get(name, torch.zeros_like(parameter.grad, dtype=torch.float32)) + parameter.grad
+            own[name] = parameter.grad.float()
+        if job.config.tie_word_embeddings:
+            own["model.embed_tokens.weight"] += own.pop("lm_head.weight")
+        total = {name: total[name] + gradient if total else gradient for name, gradient in own.items()}
     return total
 
 
@@ -203,7 +211,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def wire(rank: int, world_size: int, keys: Keys) -> None:
     """Compare the reduced gradients of a bfloat16 wire with those of a float32 one."""
-    local, reduced = {}, {}
+    local: dict[str, Gradients] = {}
+    reduced: dict[str, Gradients] = {}
     with reused_groups() as groups:
         for dtype in ("float32", "bfloat16"):
             for kind, found in ((Backward, local), (ClipGradients, reduced)):
@@ -215,6 +224,7 @@ def wire(rank: int, world_size: int, keys: Keys) -> None:
     for name, exact in reduced["float32"].items():
         rounded = reduced["bfloat16"][name]
         assert rounded.dtype == torch.float32
+        assert torch.equal(rounded, rounded.bfloat16().float()), "what arrived was not bfloat16"
         assert torch.equal(local["float32"][name], local["bfloat16"][name])
         of_all = [torch.empty_like(rounded) for _ in range(world_size)]
         dist.all_gather(of_all, rounded)
@@ -227,7 +237,7 @@ def wire(rank: int, world_size: int, keys: Keys) -> None:
         bound = (world_size + 1) * BFLOAT16_ROUNDING * magnitude
         assert ((rounded.double() - exact.double()).abs() <= bound).all(), name
         differs |= not torch.equal(rounded, exact)
-    assert differs, "the wire was not bfloat16"
+    assert differs
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])

@@ -76,6 +76,8 @@ class TrainState:
     """Valid tokens trained on, over all ranks."""
     best_metric: float | None = None
     """The lowest evaluation loss so far."""
+    first_record: StepMetrics | None = None
+    """The metrics of the first step of this run."""
     last_record: StepMetrics | None = None
     """The latest metrics known; they may be one step behind `step`."""
 

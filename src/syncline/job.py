@@ -11,8 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
 from syncline.checkpoint.weights import local_folder
-from syncline.errors import UserError
-from syncline.modeling.check import check_split
+from syncline.modeling.check import check_isolation, check_split
 from syncline.modeling.load import build_meta_model, resolve_config
 from syncline.modeling.split import SplitPlan, plan_split, specs
 from syncline.program.build import ITEMSIZE, build_program
@@ -61,8 +60,6 @@ def describe_job(
         change_model(meta_model)
     split = plan_split(meta_model, strategy.topology.pp)
     parameter_specs = specs(meta_model, split, arguments.freeze_parameters)
-    if all(spec.frozen for spec in parameter_specs):
-        raise UserError("freeze_parameters", "every parameter of the model is frozen", "Leave some to be trained")
     layout = lay_out(
         parameter_specs,
         bucket_bytes=strategy.bucket_bytes,
@@ -75,13 +72,17 @@ def describe_job(
 
 
 def check_model(job: Job) -> None:
-    """Raise `UserError` if the model's weights cannot be had, or its kind cannot be cut as the job wants it.
+    """Raise `UserError` if the model's weights cannot be had, or its kind cannot do what the job wants of it.
 
-    Fetches a hub model's weights; with stages, tries a tiny model of the kind.
+    Fetches a hub model's weights; tries a tiny model of the kind where it is to be cut, or to keep documents apart.
     """
     if job.arguments.model_name_or_path is not None:
         local_folder(job.arguments.model_name_or_path)
-    check_split(job.config, job.strategy.topology.pp, job.arguments.attn_implementation)
+    arguments = job.arguments
+    check_split(job.config, job.strategy.topology.pp, arguments.attn_implementation)
+    if arguments.isolate_documents:
+        rows = max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size)
+        check_isolation(job.config, arguments.attn_implementation, rows)
 
 
 def activation_bytes(arguments: TrainingArguments, strategy: Strategy, config: PretrainedConfig) -> int:

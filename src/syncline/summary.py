@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.callbacks import Evaluation
+from syncline.callbacks import Evaluation, TrainState
 from syncline.job import Job
 from syncline.program.costs import reductions
 from syncline.progress import format_bytes
@@ -17,9 +17,14 @@ MOMENTS = {
 }
 
 
-def summary_lines(job: Job, result: StepResult, folder: RunFolder, evaluation: Evaluation | None) -> list[str]:
+def summary_lines(
+    job: Job, state: TrainState, result: StepResult, folder: RunFolder, evaluation: Evaluation | None
+) -> list[str]:
     """The closing lines of a run, with what was counted in its last step on rank 0."""
     lines = []
+    first, last = state.first_record, state.last_record
+    if first is not None and last is not None:
+        lines.append(f"loss       {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}")
     if evaluation is not None:
         lines.append(f"evaluation loss {evaluation.loss:.6f}, perplexity {evaluation.perplexity:.3f}")
     lines.append(f"model      {folder.model}")

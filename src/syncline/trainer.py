@@ -193,6 +193,7 @@ class Trainer:
             skipped=result.skipped,
         )
         self.last_result = result
+        self.state.first_record = self.state.first_record or record
         self.state.last_record = record
         self._write_timeline(unread)
         self.callbacks.on_log(self.state, self.control, record=record)

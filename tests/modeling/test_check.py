@@ -47,8 +47,8 @@ def test_attention_that_needs_a_gpu_is_tried_as_eager(monkeypatch):
 
     monkeypatch.setattr(check, "build_meta_model", build)
     config = resolve_config(None, {"model_type": "llama"})
-    for asked in ("flash_attention_2", "kernels-community/flash-attn", "flex_attention"):
-        check_split(config, 2, asked)
+    for kernel in ("flash_attention_2", "kernels-community/flash-attn", "flex_attention"):
+        check_split(config, 2, kernel)
     assert set(used) == {"eager"}
     used.clear()
     for asked in ("sdpa", "eager", None):

@@ -111,6 +111,6 @@ def _train_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
     evaluation = trainer.train()
     trainer.export()
     if is_main and trainer.last_result is not None:
-        print("\n".join(summary_lines(job, trainer.last_result, trainer.folder, evaluation)))
+        print("\n".join(summary_lines(job, trainer.state, trainer.last_result, trainer.folder, evaluation)))
     leave()
     return 0

@@ -113,7 +113,7 @@ def _reaches_across(config: PreTrainedConfig, attention: str | None) -> bool:
     with torch.no_grad():
         for parameter in stage.parameters():
             # Projections that start at zero would hide what reaches across.
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
         first, second = _FIRST_DOCUMENT, _SECOND_DOCUMENT
         tokens = torch.randint(0, VOCABULARY, (2, first + second), generator=generator)
         tokens[1, first:] = tokens[0, first:]

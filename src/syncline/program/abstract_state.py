@@ -56,14 +56,6 @@ class Collective:
 
 
 @dataclass
-class Meeting:
-    """One collective of a group as far as it has got: what its first member issued, and how many have come."""
-
-    first: Collective
-    arrived: int = 0
-
-
-@dataclass
 class RankState:
     """One rank's state."""
 

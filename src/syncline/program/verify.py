@@ -25,9 +25,7 @@ from fractions import Fraction
 from syncline.program.abstract_state import (
     Blocked,
     BucketState,
-    Collective,
     Content,
-    Meeting,
     RankState,
     Violation,
 )
@@ -54,6 +52,7 @@ from syncline.program.actions import (
     ZeroGradients,
 )
 from syncline.program.factors import Factor
+from syncline.program.meetings import Meetings
 from syncline.program.program import MESSAGES_IN_FLIGHT, Program
 
 
@@ -87,7 +86,7 @@ class _AbstractRun:
         self.target = self.value(program.target)
         self.ranks = [self._start(rank) for rank in range(program.topology.world_size)]
         self.channels: dict[tuple[int, int, str], deque[tuple[PointToPoint, Fraction]]] = defaultdict(deque)
-        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self.meetings = Meetings(program)
         self.handlers: dict[type[Action], Callable[[RankState, Action], None]] = {
             CountTokens: self.blocking_collective,
             ReduceLoss: self.blocking_collective,
@@ -316,7 +315,7 @@ class _AbstractRun:
         bucket = self._usable(rank, action, action.bucket)
         if all(content.reduced for content in bucket.contents.values()):
             raise Violation(2, rank.number, action, "the bucket holds nothing that has not been reduced already")
-        bucket.in_flight = self._issue(rank, action, dict(bucket.contents))
+        bucket.in_flight = self.meetings.issue(rank, action, dict(bucket.contents))
 
     def wait(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, WaitReduce)
@@ -324,11 +323,11 @@ class _AbstractRun:
         collective = bucket.in_flight if bucket is not None else None
         if bucket is None or collective is None:
             raise Violation(3, rank.number, action, "no reduction of this bucket has been started")
-        self._await(collective)
+        self.meetings.wait_for(collective)
         reduction = collective.action
         assert isinstance(reduction, ReduceGradients)
         members = Fraction(len(collective.group))
-        self._check_alike(rank, collective)
+        self.meetings.check_alike(rank, collective)
         for micro_batch, content in collective.snapshot.items():
             # A reduced gradient is the same on all members: their sum is that many times it, their average is itself.
             growth = members if content.reduced and reduction.op == "sum" else Fraction(1)
@@ -385,41 +384,8 @@ class _AbstractRun:
 
     def blocking_collective(self, rank: RankState, action: Action, snapshot: dict[int, Content] | None = None) -> None:
         if rank.blocked_in is None:
-            rank.blocked_in = self._issue(rank, action, dict(snapshot or {}))
+            rank.blocked_in = self.meetings.issue(rank, action, dict(snapshot or {}))
         collective = rank.blocked_in
-        self._await(collective)
+        self.meetings.wait_for(collective)
         rank.blocked_in = None
-        self._check_alike(rank, collective)
-
-    def _issue(self, rank: RankState, action: Action, snapshot: dict[int, Content]) -> Collective:
-        group = self.program.members(rank.number, action.group)  # type: ignore[attr-defined]
-        index = rank.issued.get(group, 0)
-        rank.issued[group] = index + 1
-        collective = Collective(group, index, action, snapshot)
-        meeting = self.meetings.setdefault((group, index), Meeting(collective))
-        meeting.arrived += 1
-        if self._signature(meeting.first.action) != self._signature(action):
-            what = f"another member of {group} issues {meeting.first.action} there"
-            raise Violation(4, rank.number, action, what)
-        return collective
-
-    def _await(self, collective: Collective) -> None:
-        if self.meetings[collective.group, collective.index].arrived < len(collective.group):
-            raise Blocked
-
-    def _check_alike(self, rank: RankState, collective: Collective) -> None:
-        first = self.meetings[collective.group, collective.index].first
-        if first.snapshot == collective.snapshot:
-            return
-        mine, theirs = ({m: c.reduced for m, c in s.snapshot.items()} for s in (collective, first))
-        if mine != theirs:
-            raise Violation(2, rank.number, collective.action, "members put in different micro-batches")
-        raise Violation(5, rank.number, collective.action, "members put in gradients of different scales")
-
-    def _signature(self, action: Action) -> tuple[object, ...]:
-        """What members of a group must agree on; copies of a tied parameter lie in buckets of different numbers."""
-        if isinstance(action, ReduceGradients):
-            return (type(action), action.bucket, action.op, action.kind)
-        if isinstance(action, ReduceReplicated):
-            return (type(action), action.what)
-        return (type(action), getattr(action, "scale", None))
+        self.meetings.check_alike(rank, collective)

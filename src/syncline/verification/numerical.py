@@ -41,6 +41,10 @@ EPSILON = 1e-6
 """Adam's epsilon: with a smaller one, the rounding of gradients that are 0 in exact arithmetic would fill the
 tolerance.
 """
+SMALLEST_SCALE = 1e-4
+"""Differences are relative to no less. Attention ignores a key's bias: where it starts at zero, all of it is rounding,
+different in every order of summation.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class Report:
     parameters: int
     """Compared parameters, summed over ranks."""
     max_relative_error: float
-    """The largest difference, relative to the largest reference value of the parameter (or of the loss or norm);
-    infinite when something is not a number.
+    """The largest difference, relative to the largest reference value of the parameter (or of the loss or norm),
+    but no less than `SMALLEST_SCALE`; infinite when something is not a number.
     """
     worst_parameter: str
     worst_rank: int
@@ -155,7 +159,7 @@ def _compare(engine: Engine, results: list[StepResult], reference: ReferenceRun)
 
 def _relative(value: Tensor, reference: Tensor) -> float:
     difference = (value.double() - reference.double()).abs().max()
-    error = float(difference / reference.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+    error = float(difference / reference.double().abs().max().clamp(min=SMALLEST_SCALE))
     return math.inf if math.isnan(error) else error
 
 
