@@ -252,7 +252,8 @@ class SumAfterSteps(Callback):
     """Keeps every parameter's sum after each step."""
 
     def __init__(self, trainer: Trainer, states: list[list[float]]) -> None:
-        self.trainer, self.states, self.skipped = trainer, states, []
+        self.trainer, self.states = trainer, states
+        self.skipped: list[bool] = []
 
     def on_log(self, state: TrainState, control: TrainControl, *, record: Any, **details: Any) -> None:
         self.skipped.append(record.skipped)

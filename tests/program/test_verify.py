@@ -138,7 +138,7 @@ def replaced(kind: type[Action], ranks: tuple[int, ...] = (0, 1, 2, 3), **fields
     def change(rank: int, actions: list[Action]) -> list[Action]:
         if rank in ranks:
             index = first(actions, kind)
-            actions[index] = replace(actions[index], **fields)  # type: ignore[arg-type]
+            actions[index] = replace(actions[index], **fields)
         return actions
 
     return change
