@@ -70,7 +70,7 @@ def report(seconds: dict[str, list[float]], repetitions: int) -> str:
             "",
             *table(("seconds", "median", "least", "most"), rows),
             "",
-            "The first step counts as done when its line is printed, which happens while the second one runs.",
+            "The first step counts as done when its line is printed.",
         ]
     )
 
