@@ -232,7 +232,7 @@ def train_masked_on_rank(rank: int, world_size: int, mapping: dict[str, Any]) ->
     trainer = Trainer(job, data, rank, torch.device("cpu"))
     load = trainer.loader.step
     masked = [replace(each, labels=torch.full_like(each.labels, -100), counted_tokens=0) for each in load(1)]
-    object.__setattr__(trainer, "loader", SecondStepMasked(load, masked))
+    trainer.loader = SecondStepMasked(load, masked)  # type: ignore[assignment]
     states: list[list[float]] = []
     recorder = SumAfterSteps(trainer, states)
     trainer.callbacks.members = (recorder,)
