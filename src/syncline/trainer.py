@@ -25,6 +25,7 @@ from syncline.callbacks import (
     TrainState,
 )
 from syncline.checkpoint.huggingface import finish_folder, save_stage_weights
+from syncline.checkpoint.tokenizer import reloads_alike
 from syncline.data.loader import MicroBatchLoader
 from syncline.data.prepare import PreparedData
 from syncline.data.sampler import GlobalBatchSampler
@@ -127,9 +128,19 @@ class Trainer:
         dist.barrier()
         if self.rank == 0:
             finish_folder(self.folder.model, self.job.config, self.data.tokenizer, topology.pp)
+            self._warn_of_another_tokenizer()
         dist.barrier()
         self.callbacks.on_export(self.state, self.control, path=self.folder.model)
         return self.folder.model
+
+    def _warn_of_another_tokenizer(self) -> None:
+        tokenizer, folder = self.data.tokenizer, self.folder.model
+        if tokenizer is not None and not reloads_alike(folder, tokenizer):
+            print(
+                f"syncline: warning: for model type {self.job.config.model_type} AutoTokenizer does not read the "
+                f"tokenizer in {folder} as it was written; use PreTrainedTokenizerFast.from_pretrained there",
+                file=sys.stderr,
+            )
 
     # ---- One step --------------------------------------------------------------------------------------------------
 
