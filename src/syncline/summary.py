@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from syncline.callbacks import Evaluation, TrainState
 from syncline.job import Job
+from syncline.program.actions import ReduceGradients
 from syncline.program.costs import reductions
+from syncline.program.program import Program
 from syncline.progress import format_bytes
 from syncline.run_folder import RunFolder
 from syncline.runtime.worker import StepResult
-from syncline.strategy import SyncMoment
-
-MOMENTS = {
-    SyncMoment.EVERY_MICRO_BATCH: "after every micro-batch",
-    SyncMoment.LAST_MICRO_BATCH: "at the last micro-batch",
-    SyncMoment.AFTER_ACCUMULATION: "once after accumulation",
-}
 
 
 def summary_lines(
@@ -34,19 +29,21 @@ def summary_lines(
 
 
 def gradient_sentence(job: Job, result: StepResult) -> str:
-    """One line on the life of a gradient: reductions, bytes sent, bytes held, released or not."""
-    strategy = job.strategy
-    buckets = len(job.layout.buckets)
-    count = sum(reductions(job.program).values())
-    if count:
-        how = "averaged in the collective" if strategy.average_in_collective else "summed"
-        overlap = ", overlapped with the backward" if strategy.overlap else ""
-        reduced = f"{count} reductions per step of {buckets} buckets, {MOMENTS[strategy.sync]}{overlap}, {how}"
-    else:
-        reduced = f"no reduction: one replica, {buckets} buckets"
+    """One line on the life of a gradient, read off the program: reductions, bytes sent, bytes held, released or not."""
     held = result.held_gradient_bytes
     between = "released between steps" if held == 0 else f"{format_bytes(held)} held between steps (not released)"
     return (
-        f"{reduced}; {format_bytes(result.bytes_sent)} sent per rank and step; "
+        f"{_reductions(job.program)}; {format_bytes(result.bytes_sent)} sent per rank and step; "
         f"{format_bytes(result.peak_gradient_bytes)} held at the peak, {between}"
     )
+
+
+def _reductions(program: Program) -> str:
+    buckets = len(program.layout.buckets)
+    found = [action for actions in program.ranks for action in actions if isinstance(action, ReduceGradients)]
+    if not found:
+        return f"no reduction: one replica, {buckets} buckets"
+    count = sum(reductions(program).values())
+    where = "inside the backward" if found[0].during is not None else "behind the backward"
+    how = {"avg": "averaged by the collective", "sum": "summed"}[found[0].op]
+    return f"{count} reductions per step of {buckets} buckets, {count // buckets} each, {where}, {how}"
