@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check docs clean
+.PHONY: demo test matrix check docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/syncline train
@@ -13,6 +13,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Every combination of the options of a gradient's life, or a share of them: SHARE=3/100 is the third hundredth.
+SHARE ?= 1/1
+matrix: $(INSTALLED)
+	$(BIN)/python -m pytest --matrix $(SHARE) tests/verification/test_combinations.py \
+		tests/verification/test_combination_runs.py
 
 # Formatting, lint, types, and generated documents that are out of date.
 check: $(INSTALLED)

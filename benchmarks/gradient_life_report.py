@@ -8,7 +8,7 @@ from typing import Any
 
 from measuring import MemoryFigures
 from ranks import CONDITIONS
-from reporting import Spread, mebibytes, milliseconds, pair_ratios, table
+from reporting import Spread, mebibytes, milliseconds, pair_ratios, table, verdict
 from trainers import Workload, describe
 
 BASELINE = "every"
@@ -115,8 +115,7 @@ def _reading(
 
 
 def _time(k: str, ratio: Spread) -> str:
-    verdict = "faster" if ratio.upper < 1 else "slower" if ratio.lower > 1 else "no difference"
-    return f"× {ratio.median:.3f} at k = {k} ({verdict}, {ratio.lower:.3f}–{ratio.upper:.3f})"
+    return f"× {ratio.median:.3f} at k = {k} ({verdict(ratio)}, {ratio.lower:.3f}–{ratio.upper:.3f})"
 
 
 def _change(differences: Iterable[int]) -> str:

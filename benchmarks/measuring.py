@@ -6,14 +6,15 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from kernel import peak_resident_bytes, restart_peak_resident_bytes, sent_bytes
 from syncline.modeling.batch import MicroBatch
-from trainers import Trainer
+from trainers import WatchedTrainer
 
+LOOPBACK = "lo"
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 2
 NORM_TOLERANCE = 1e-3
@@ -39,7 +40,7 @@ class MemoryFigures:
 
 
 def time_in_turns(
-    trainers: Mapping[str, Trainer], micro_batches: Sequence[MicroBatch], repetitions: int
+    trainers: Mapping[str, WatchedTrainer], micro_batches: Sequence[MicroBatch], repetitions: int
 ) -> dict[str, list[float]]:
     """Seconds of every repetition's step of each trainer, on the slowest rank. All ranks call it together.
 
@@ -61,19 +62,19 @@ def time_in_turns(
     return seconds
 
 
-def measure_memory(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> MemoryFigures:
+def measure_memory(trainer: WatchedTrainer, micro_batches: Sequence[MicroBatch]) -> MemoryFigures:
     """Run a few steps of the only trainer in these processes. All ranks call it together."""
     for _ in range(WARM_UP_STEPS):
         trainer.step(micro_batches)
-    peak = _peak_resident_bytes()
-    _restart_peak_resident_bytes()
+    peak = peak_resident_bytes()
+    restart_peak_resident_bytes()
     dist.barrier()
-    before = _loopback_bytes()
+    before = sent_bytes(LOOPBACK)
     for _ in range(MEASURED_STEPS):
         figures = trainer.watched_step(micro_batches)
     dist.barrier()
-    wire = (_loopback_bytes() - before) // (MEASURED_STEPS * dist.get_world_size())
-    peak_in_steps = _peak_resident_bytes()
+    wire = (sent_bytes(LOOPBACK) - before) // (MEASURED_STEPS * dist.get_world_size())
+    peak_in_steps = peak_resident_bytes()
     own = MemoryFigures(
         peak_resident=max(peak, peak_in_steps),
         peak_resident_in_steps=peak_in_steps,
@@ -86,7 +87,7 @@ def measure_memory(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Mem
     return MemoryFigures(*(int(value) for value in largest))
 
 
-def _time_step(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> float:
+def _time_step(trainer: WatchedTrainer, micro_batches: Sequence[MicroBatch]) -> float:
     dist.barrier()
     start = time.perf_counter()
     trainer.step(micro_batches)
@@ -103,25 +104,3 @@ def _largest(values: Sequence[float]) -> list[float]:
 def _refuse_disagreement(norms: Mapping[str, float]) -> None:
     if max(norms.values()) - min(norms.values()) > NORM_TOLERANCE * max(norms.values()):
         raise RuntimeError(f"the trainers do not compute the same gradient: its norms are {norms}")
-
-
-def _peak_resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not say how much memory a process has used: Linux does, in /proc/self/status")
-
-
-def _restart_peak_resident_bytes() -> None:
-    restart_peak = "5"
-    Path("/proc/self/clear_refs").write_text(restart_peak)
-
-
-def _loopback_bytes() -> int:
-    """Bytes that all processes of this machine have sent over the loopback so far."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        interface, _, counters = line.partition(":")
-        if interface.strip() == "lo":
-            received_columns = 8
-            return int(counters.split()[received_columns])
-    raise RuntimeError("this machine has no loopback interface `lo`")

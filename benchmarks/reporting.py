@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import comb
 from pathlib import Path
 
-SECTIONS = ("against_ddp", "gradient_life", "startup")
+SECTIONS = ("against_ddp", "side_by_side", "gradient_life", "startup")
 """The generated sections of the page, in their order; each is named after the benchmark that writes it."""
 
 CONFIDENCE = 0.95
@@ -31,6 +31,7 @@ which the true median lies with a confidence of {CONFIDENCE:.0%}.
 
 ```console
 $ python benchmarks/against_ddp.py --write docs/benchmarks.md
+$ python benchmarks/side_by_side.py --write docs/benchmarks.md
 $ python benchmarks/gradient_life.py --write docs/benchmarks.md
 $ python benchmarks/startup.py --write docs/benchmarks.md
 ```
@@ -55,6 +56,11 @@ class Spread:
         ordered = sorted(values)
         cut = _cut_on_each_side(len(ordered))
         return Spread(ordered[cut], statistics.median(ordered), ordered[-1 - cut])
+
+
+def verdict(ratio: Spread) -> str:
+    """What a ratio of times says for sure."""
+    return "faster" if ratio.upper < 1 else "slower" if ratio.lower > 1 else "no difference"
 
 
 def pair_ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
@@ -104,13 +110,21 @@ def write_section(page: Path, name: str, text: str) -> None:
     if not page.exists():
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text("\n".join([INTRODUCTION, *(_section(each, "Not measured yet.") for each in SECTIONS)]))
-    marked = re.compile(re.escape(_begin(name)) + ".*?" + re.escape(_end(name)) + "\n", re.DOTALL)
-    content = page.read_text()
-    if not marked.search(content):
-        raise SystemExit(
-            f"{page} has no section between `{_begin(name)}` and `{_end(name)}`: add these two lines to it"
-        )
-    page.write_text(marked.sub(lambda _: _section(name, text), content))
+    missing = missing_section(page, name)
+    if missing:
+        raise SystemExit(missing)
+    page.write_text(_marked(name).sub(lambda _: _section(name, text), page.read_text()))
+
+
+def missing_section(page: Path, name: str) -> str | None:
+    """Why `write_section` cannot write into `page`, with the remedy; None when it can."""
+    if not page.exists() or _marked(name).search(page.read_text()):
+        return None
+    return f"{page} has no section between `{_begin(name)}` and `{_end(name)}`: add these two lines to it"
+
+
+def _marked(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(_begin(name)) + ".*?" + re.escape(_end(name)) + "\n", re.DOTALL)
 
 
 def _section(name: str, text: str) -> str:

@@ -6,7 +6,7 @@ with the model's inference caches off. Both update with fused AdamW and clip the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from syncline.arguments import arguments_from_mapping
 from syncline.engine import start_engine
@@ -102,6 +103,13 @@ class Trainer(Protocol):
     def step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """One optimizer step. All ranks call it together."""
 
+    def loss(self) -> float:
+        """Of the last step, before its update: the mean over this rank's tokens, or over all ranks'."""
+
+
+class WatchedTrainer(Trainer, Protocol):
+    """A trainer that says more of its steps."""
+
     def watched_step(self, micro_batches: Sequence[MicroBatch]) -> StepFigures:
         """The same, counting, which may take time."""
 
@@ -109,11 +117,31 @@ class Trainer(Protocol):
         """Of the last step, before clipping."""
 
 
-def start_trainer(mode: Mode, workload: Workload, accumulation: int, rank: int, ranks: int) -> Trainer:
+def start_trainer(mode: Mode, workload: Workload, accumulation: int, rank: int, ranks: int) -> WatchedTrainer:
     """Build one rank of a trainer; all ranks of the default process group call it together."""
     if isinstance(mode, DdpMode):
         return DdpTrainer(mode, workload, ranks)
     return SynclineTrainer(mode, workload, accumulation, rank, ranks)
+
+
+def build_model(workload: Workload) -> PreTrainedModel:
+    """The model to train, with the weights that Syncline gives it."""
+    model = build_meta_model(resolve_config(None, workload.model_config))
+    materialise(model, dtype=torch.float32, device=CPU, seed=SEED)
+    return model.train()
+
+
+def mean_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """Over the tokens of a micro-batch."""
+    logits = model(input_ids=micro_batch.input_ids).logits
+    return functional.cross_entropy(logits.flatten(0, 1), micro_batch.labels.flatten())
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
 class SynclineTrainer:
@@ -139,30 +167,36 @@ class SynclineTrainer:
         result = self._result
         return StepFigures(result.bytes_sent, result.peak_gradient_bytes, result.held_gradient_bytes)
 
+    def loss(self) -> float:
+        return float(self._result.loss)
+
     def gradient_norm(self) -> float:
         assert self._result.gradient_norm is not None
         return float(self._result.gradient_norm)
 
 
 class DdpTrainer:
-    def __init__(self, mode: DdpMode, workload: Workload, ranks: int) -> None:
-        model = build_meta_model(resolve_config(None, workload.model_config))
-        materialise(model, dtype=torch.float32, device=CPU, seed=SEED)
+    def __init__(
+        self, mode: DdpMode, workload: Workload, ranks: int, make_optimizer: MakeOptimizer = fused_adamw
+    ) -> None:
+        model = build_model(workload)
         self._mode = mode
         self._ranks = ranks
         self._model = DistributedDataParallel(
-            model.train(), gradient_as_bucket_view=mode.bucket_view, bucket_cap_mb=workload.bucket_mebibytes
+            model, gradient_as_bucket_view=mode.bucket_view, bucket_cap_mb=workload.bucket_mebibytes
         )
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self._optimizer = make_optimizer(self._parameters)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._loss = 0.0
         for index, micro_batch in enumerate(micro_batches):
             with nullcontext() if self._is_synchronised(index, micro_batches) else self._model.no_sync():
                 self._backward(micro_batch, len(micro_batches))
         self._update()
 
     def watched_step(self, micro_batches: Sequence[MicroBatch]) -> StepFigures:
+        self._loss = 0.0
         memory = DdpGradientMemory(self._parameters, self._mode.bucket_view)
         reductions = 0
         for index, micro_batch in enumerate(micro_batches):
@@ -175,6 +209,9 @@ class DdpTrainer:
         sent = reductions * wire_bytes("all_reduce", self._ranks, sum(map(_bytes, self._parameters)))
         return StepFigures(sent, memory.peak, memory.now())
 
+    def loss(self) -> float:
+        return self._loss
+
     def gradient_norm(self) -> float:
         return float(self._norm)
 
@@ -182,9 +219,9 @@ class DdpTrainer:
         return not self._mode.no_sync or index == len(micro_batches) - 1
 
     def _backward(self, micro_batch: MicroBatch, accumulation: int) -> None:
-        logits = self._model(input_ids=micro_batch.input_ids).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), micro_batch.labels.flatten())
-        (loss / accumulation).backward()
+        loss = mean_loss(self._model, micro_batch) / accumulation
+        loss.backward()
+        self._loss += float(loss.detach())
 
     def _update(self) -> None:
         self._norm = nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)

@@ -15,6 +15,15 @@ settings.register_profile("seeded", derandomize=True, deadline=None, suppress_he
 settings.load_profile("seeded")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix",
+        metavar="SHARE",
+        default="",
+        help="run every combination of the options of a gradient's life, not a sample; 3/100 is a hundredth of them",
+    )
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The shared rank processes; see tests/pool.py."""

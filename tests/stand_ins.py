@@ -20,17 +20,17 @@ from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
 from syncline.program.program import Program
 from syncline.program.verify import verify
 from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import OptimizerSettings
+from syncline.runtime.optimizer import UpdateRule
 from syncline.runtime.transport import Transport
 from syncline.runtime.worker import Worker
-from syncline.strategy import Strategy, SyncMoment
+from syncline.strategy import Sharding, Strategy, SyncMoment
 from tests.groups import reused_groups
 
 UNIT = 1 / 16
 """Given gradients are multiples of it."""
 
 CPU = torch.device("cpu")
-SGD = OptimizerSettings("sgd")
+SGD = UpdateRule("sgd")
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,18 @@ class Weights:
 
     def layout(self, strategy: Strategy) -> ParameterLayout:
         specs = [
-            ParameterSpec(name, (self.elements,), stage, decay=True, tied_to=self.tied.get(name))
-            for stage, names in enumerate(self.stages)
-            for name in names
+            ParameterSpec(
+                name, (self.elements,), stage, tied_to=self.tied.get(name), block=name, first_use=use, last_use=use
+            )
+            for use, (stage, name) in enumerate((s, name) for s, names in enumerate(self.stages) for name in names)
         ]
         return lay_out(
             specs,
             bucket_bytes=strategy.bucket_bytes,
             gradient_itemsize=ITEMSIZE[strategy.gradient_dtype],
-            replicas=strategy.topology.replicas,
+            ownership=strategy.ownership,
+            shards=strategy.shards,
+            divide_parameters=strategy.divides_parameters,
         )
 
 
@@ -124,9 +127,11 @@ class Run:
     """[step][replica][micro-batch]"""
     strategy: Strategy
     model: Weights = field(default_factory=Weights)
-    optimizer: OptimizerSettings = SGD
+    optimizer: UpdateRule = SGD
     learning_rate: float = 0.5
     max_gradient_norm: float = 0.0
+    loss_scale: float = 1.0
+    """To begin with, where the strategy scales losses up."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ class Outcome:
     norms: list[float]
     skipped: list[bool]
     tokens: list[int]
+    loss_scales: list[float]
     moments: dict[str, float]
     """The largest first and second moment, and the number of updates, where the optimizer has any."""
 
@@ -154,7 +160,19 @@ def exact(strategy: Strategy, *, bucket_bytes: int = 1) -> Strategy:
 
 
 def policies(strategy: Strategy) -> dict[str, Strategy]:
-    """Every way in which an option may lead the same gradients to the same end, in float64."""
+    """Every way in which an option may lead the same gradients to the same end, in float64.
+
+    Where the topology has a sharding group, under every form of sharding: each with a share of the ways, all of which
+    meet some.
+    """
+    if strategy.topology.sharding > 1 and strategy.sharding is Sharding.NONE:
+        share = 5 * strategy.topology.dp
+        return {
+            f"{form} {name}": policy
+            for number, (form, sharded) in enumerate(sharding_forms(strategy).items())
+            for index, (name, policy) in enumerate(policies(sharded).items())
+            if index % share == number * 3 % share
+        }
     found = {}
     for sync in SyncMoment:
         for overlap in (False, True) if sync is not SyncMoment.AFTER_ACCUMULATION else (False,):
@@ -175,13 +193,22 @@ def policies(strategy: Strategy) -> dict[str, Strategy]:
     return found
 
 
+def sharding_forms(strategy: Strategy) -> dict[str, Strategy]:
+    """The strategy with everything that sharding may divide."""
+    forms = {form.value: replace(strategy, sharding=form) for form in Sharding if form is not Sharding.NONE}
+    for form in (Sharding.STAGE1_TENSOR, Sharding.STAGE1_SLICE):
+        forms[f"{form.value}, freed"] = replace(strategy, sharding=form, free_in_communication=True)
+    return forms
+
+
 def start_worker(
     rank: int,
     strategy: Strategy,
     model: Weights,
     *,
-    optimizer: OptimizerSettings = SGD,
+    optimizer: UpdateRule = SGD,
     max_gradient_norm: float = 0.0,
+    loss_scale: float = 1.0,
     timeout: timedelta = timedelta(seconds=30),
 ) -> Worker:
     """As `syncline.engine` starts one; without peers it needs no process group."""
@@ -197,7 +224,8 @@ def start_worker(
         collectives,
         transport,
         gradient_dtype=getattr(torch, strategy.gradient_dtype),
-        optimizer=optimizer,
+        rules=[optimizer],
+        loss_scale=loss_scale,
         max_gradient_norm=max_gradient_norm,
         device=CPU,
         timers=strategy.timers,
@@ -207,17 +235,25 @@ def start_worker(
 def train(rank: int, run: Run) -> Outcome:
     """This rank's part of a run."""
     worker = start_worker(
-        rank, run.strategy, run.model, optimizer=run.optimizer, max_gradient_norm=run.max_gradient_norm
+        rank,
+        run.strategy,
+        run.model,
+        optimizer=run.optimizer,
+        max_gradient_norm=run.max_gradient_norm,
+        loss_scale=run.loss_scale,
     )
     replica = run.strategy.topology.replica(rank)
     results = [worker.step([micro_batch_of(given) for given in step[replica]], run.learning_rate) for step in run.steps]
     (stage,) = worker.stages.values()
+    with worker.parameters.whole():
+        weights = {name: weight.tolist() for name, weight in stage.parameters_by_name().items()}
     return Outcome(
-        weights={name: weight.tolist() for name, weight in stage.parameters_by_name().items()},
+        weights=weights,
         losses=[float(result.loss) for result in results],
         norms=[float(result.gradient_norm) for result in results if result.gradient_norm is not None],
         skipped=[result.skipped for result in results],
         tokens=[result.tokens for result in results],
+        loss_scales=[result.loss_scale for result in results],
         moments=_moments(worker),
     )
 
@@ -240,6 +276,7 @@ def _moments(worker: Worker) -> dict[str, float]:
     """The largest value of every kind of optimizer state."""
     largest: dict[str, float] = {}
     for optimizer in worker.optimizers.values():
-        for name, value in optimizer.optimizer.state.get(optimizer.master, {}).items():
-            largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
+        for _, state in optimizer.state():
+            for name, value in state.items():
+                largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
     return largest

@@ -69,10 +69,11 @@ class TestDocumentation:
 
 
 READ_BY_NO_ATTRIBUTE = {
-    **dict.fromkeys(CONFIGS[1:], "syncline.flag_effects reads all four in one loop over CONFIGS"),
+    **dict.fromkeys(
+        ("pipeline_parallel_config", "tensor_parallel_config"), "syncline.flag_effects reads all four in one loop"
+    ),
     "release_grads": "syncline.strategy reads it by name, together with its flag",
     "sequence_parallel": "arrives with tensor parallelism; without it always a warning",
-    "sharding_comm_buffer_size_MB": "arrives with sharding; without it always a warning",
     "save_total_limit": "arrives with checkpoints; without them always a warning",
 }
 
@@ -414,11 +415,13 @@ class TestForeignKeys:
 
 def values_of(option: Option) -> st.SearchStrategy:
     if option.parse:
-        return (
-            st.sampled_from(["stage1", "stage2 offload"])
-            if option.name == "sharding"
-            else st.lists(st.sampled_from(FLAGS_OF[option.name]))
-        )
+        return {
+            "sharding": st.sampled_from(["stage1", "stage2 offload"]),
+            "parameter_groups": st.lists(
+                st.fixed_dictionaries({"pattern": st.just("norm")}, optional={"weight_decay": st.floats(0, 1)})
+            ),
+            **{name: st.lists(st.sampled_from(flags)) for name, flags in FLAGS_OF.items()},
+        }[option.name]
     if option.choices:
         return st.sampled_from(option.choices)
     low = option.minimum if option.minimum is not None else option.above

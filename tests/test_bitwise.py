@@ -20,6 +20,7 @@ from tests.stand_ins import CPU
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
+STEPS_WHEN_SHARDED = 3
 SEED = 11
 VOCABULARY = 128
 LLAMA = {
@@ -38,7 +39,14 @@ TOPOLOGIES = {
     "dp=3": (3, {}),
     "pp=2": (2, {"pipeline_parallel_degree": 2}),
     "pp=2 dp=2": (4, {"pipeline_parallel_degree": 2}),
+    "sharding=2": (2, {}),
+    "sharding=3": (3, {}),
+    "dp=2 sharding=2": (4, {"sharding_parallel_degree": 2}),
+    "pp=2 sharding=2": (4, {"pipeline_parallel_degree": 2}),
 }
+
+REPLICATED = [topology for topology in TOPOLOGIES if "sharding" not in topology]
+SHARDED = [topology for topology in TOPOLOGIES if "sharding" in topology]
 
 AFTER = {"data_parallel_config": "gradient_sync_after_accumulate"}
 NO_OVERLAP = {"overlap_gradient_reduction": False}
@@ -72,7 +80,7 @@ Digests = dict[str, str]
 """Parameter (or what was reported) -> a digest of its bits."""
 
 
-def trained(rank: int, world_size: int, keys: Mapping[str, Any]) -> dict[str, Tensor]:
+def trained(rank: int, world_size: int, keys: Mapping[str, Any], steps: int = STEPS) -> dict[str, Tensor]:
     """This rank's parameters after all steps, and what each step reported."""
     arguments = arguments_from_mapping(
         {
@@ -91,24 +99,29 @@ def trained(rank: int, world_size: int, keys: Mapping[str, Any]) -> dict[str, Te
     engine = start_engine(job, rank, CPU)
     topology, k = job.strategy.topology, job.strategy.micro_batches
     found: dict[str, Tensor] = {}
-    for step in range(STEPS):
+    for step in range(steps):
         batch = hard_global_batch(SEED, step, topology.replicas, k, VOCABULARY)
         result = engine.worker.step([batch[topology.replica(rank), index] for index in range(k)], 1e-3)
         assert result.gradient_norm is not None
         found[f"loss of step {step}"] = result.loss
         found[f"norm of step {step}"] = result.gradient_norm
-    return {**found, **{name: p.detach() for name, p in engine.stage.parameters_by_name().items()}}
+    with engine.worker.parameters.whole():
+        return {**found, **{name: p.detach().clone() for name, p in engine.stage.parameters_by_name().items()}}
 
 
 def digests(
-    rank: int, world_size: int, variants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, Any]
+    rank: int,
+    world_size: int,
+    variants: Mapping[str, Mapping[str, Any]],
+    keys: Mapping[str, Any],
+    steps: int = STEPS,
 ) -> dict[str, Digests]:
     """For every variant of `keys`, the bits that this rank ends with."""
     found = {}
     with reused_groups() as groups:
         for name, variant in variants.items():
             groups.next_run()
-            values = trained(rank, world_size, {**keys, **variant})
+            values = trained(rank, world_size, {**keys, **variant}, steps)
             found[name] = {
                 key: sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
                 for key, value in values.items()
@@ -119,7 +132,8 @@ def digests(
 def assert_bitwise_equal(pool, topology: str, variants: Mapping[str, Mapping[str, Any]], **keys: Any) -> None:
     """Between variants on every rank, and between ranks for all that they share."""
     ranks, degrees = TOPOLOGIES[topology]
-    by_rank = pool.run(ranks, digests, variants, {**degrees, **keys}, timeout=240.0)
+    steps = STEPS_WHEN_SHARDED if topology in SHARDED else STEPS
+    by_rank = pool.run(ranks, digests, variants, {**degrees, **keys}, steps, timeout=240.0)
     for rank, found in enumerate(by_rank):
         reference_name, reference = next(iter(found.items()))
         for name, variant in found.items():
@@ -132,7 +146,7 @@ def assert_bitwise_equal(pool, topology: str, variants: Mapping[str, Mapping[str
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", REPLICATED)
 def test_release_overlap_and_the_moment_of_one_reduction_change_no_bit(pool, topology, dtype):
     """Under bfloat16 gradients accumulate in float32 and update float32 master weights."""
     pipeline = MOVED_IN_A_PIPELINE if topology.startswith("pp") else {}
@@ -147,6 +161,111 @@ def test_release_and_overlap_change_no_bit_when_every_micro_batch_is_reduced(poo
 @pytest.mark.parametrize("keys", [{"amp_master_grad": False}, {"gradient_reduce_dtype": "bfloat16"}, {"optim": "sgd"}])
 def test_other_precisions_and_optimizers_change_no_bit_either(pool, keys):
     assert_bitwise_equal(pool, "dp=2", MOVED, dtype="bfloat16", **keys)
+
+
+# ---- Sharding --------------------------------------------------------------------------------------------------------
+
+AT_ONCE = {"overlap_parameter_gather": False}
+FREED = {"sharding_parallel_config": "free_grads_in_comm"}
+TIMERS = {"pipeline_parallel_config": "enable_timer"}
+BY_TENSORS = {"sharding": "stage1"}
+BY_SLICES = {"sharding": "stage1", "sharding_parallel_config": "split_param"}
+STAGE2, STAGE3 = {"sharding": "stage2"}, {"sharding": "stage3"}
+
+SOME: Mapping[str, Mapping[str, Any]] = {"overlapped": {}, "after accumulation, released": {**AFTER, **RELEASE}}
+MOVED_WHEREVER_SHARDED: Mapping[str, Mapping[str, Any]] = {
+    **SOME,
+    "not overlapped": NO_OVERLAP,
+    "after accumulation": AFTER,
+    "overlapped, released": RELEASE,
+    "timers": TIMERS,
+}
+MOVED_IN_STAGE_1: Mapping[str, Mapping[str, Any]] = {
+    **MOVED_WHEREVER_SHARDED,
+    "gathered at once": AT_ONCE,
+    "not overlapped, gathered at once, released": {**NO_OVERLAP, **AT_ONCE, **RELEASE},
+    "freed": FREED,
+    "not overlapped, freed, released": {**NO_OVERLAP, **FREED, **RELEASE},
+    "after accumulation, freed, gathered at once": {**AFTER, **FREED, **AT_ONCE},
+}
+
+Variants = dict[str, dict[str, Any]]
+
+
+def form(name: str, keys: Mapping[str, Any], variants: Mapping[str, Mapping[str, Any]]) -> Variants:
+    """The variants of one form of sharding; flags of one key are joined."""
+    joined = {}
+    for variant, added in variants.items():
+        flags = f"{keys.get('sharding_parallel_config', '')} {added.get('sharding_parallel_config', '')}".strip()
+        joined[f"{name}, {variant}"] = {**keys, **added, **({"sharding_parallel_config": flags} if flags else {})}
+    return joined
+
+
+def sliced(moved: Mapping[str, Mapping[str, Any]], moved_in_stage_1: Mapping[str, Mapping[str, Any]]) -> Variants:
+    """All forms in which each rank owns a slice of every bucket."""
+    return {
+        **form("slices", BY_SLICES, moved_in_stage_1),
+        **form("stage 2", STAGE2, moved),
+        **form("stage 3", STAGE3, moved),
+    }
+
+
+def test_what_only_moves_work_changes_no_bit_when_tensors_have_owners(pool):
+    assert_bitwise_equal(pool, "sharding=2", form("tensors", BY_TENSORS, MOVED_IN_STAGE_1))
+
+
+def test_what_only_moves_work_changes_no_bit_when_slices_have_owners(pool):
+    """Stages 1 and 2 and 3 included: the same buckets, the same order of sums, and so the same bits."""
+    recomputed = form("stage 3", STAGE3, {"recomputed": {"recompute": True}})
+    assert_bitwise_equal(pool, "sharding=2", {**sliced(MOVED_WHEREVER_SHARDED, MOVED_IN_STAGE_1), **recomputed})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("topology", SHARDED)
+def test_forms_of_sharding_change_no_bit_in_any_topology(pool, topology, dtype):
+    tensors = form("tensors", BY_TENSORS, {"overlapped": {}, "after accumulation, freed": {**AFTER, **FREED}})
+    assert_bitwise_equal(pool, topology, tensors, dtype=dtype)
+    slices = {
+        **form("slices", BY_SLICES, {"overlapped": {}, "after accumulation, at once": {**AFTER, **AT_ONCE}}),
+        **form("stage 2", STAGE2, {"overlapped, released": RELEASE}),
+        **form("stage 3", STAGE3, SOME),
+    }
+    assert_bitwise_equal(pool, topology, slices, dtype=dtype)
+
+
+@pytest.mark.parametrize("topology", ["sharding=2", "dp=2 sharding=2"])
+def test_shards_of_every_micro_batch_add_up_to_the_same_bits(pool, topology):
+    every: Mapping[str, Mapping[str, Any]] = {
+        "every micro-batch": EVERY,
+        "every micro-batch, not overlapped, released": {**EVERY, **NO_OVERLAP, **RELEASE},
+    }
+    freed: Mapping[str, Mapping[str, Any]] = {**every, "every micro-batch, freed": {**EVERY, **FREED}}
+    assert_bitwise_equal(pool, topology, sliced(every, freed))
+    assert_bitwise_equal(pool, topology, form("tensors", BY_TENSORS, freed))
+
+
+@pytest.mark.parametrize("keys", [{"amp_master_grad": False}, {"gradient_reduce_dtype": "bfloat16"}, {"optim": "sgd"}])
+def test_other_precisions_and_optimizers_change_no_bit_under_sharding_either(pool, keys):
+    assert_bitwise_equal(pool, "sharding=2", sliced(SOME, SOME), dtype="bfloat16", **keys)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_optimizers_of_whole_tensors_change_no_bit_by_tensors(pool, optimizer):
+    assert_bitwise_equal(pool, "sharding=2", form("tensors", BY_TENSORS, SOME), optim=optimizer)
+
+
+def test_two_ranks_end_with_the_bits_of_plain_replicas_whatever_they_divide(pool):
+    """A sum of two has one order. Only the norm adds squares in the order of buckets and slices, so nothing is clipped;
+    and of three, an all-reduce adds in another order than owners do.
+    """
+    forms = {**form("tensors", BY_TENSORS, SOME), **sliced(SOME, SOME)}
+    plain: Variants = {"plain replicas": {}}
+    found = pool.run(2, digests, {**plain, **forms}, {"max_grad_norm": 0.0}, STEPS_WHEN_SHARDED, timeout=240.0)
+    for by_name in found:
+        expected = by_name["plain replicas"]
+        for name, variant in by_name.items():
+            different = [key for key in expected if variant[key] != expected[key] and "norm of step" not in key]
+            assert not different, f"[{name}]: {different}"
 
 
 def differences_of_averages(rank: int, world_size: int, keys: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from syncline.data.sampler import GlobalBatchSampler
 from syncline.engine import start_engine
 from syncline.job import describe_job, in_float64
 from syncline.modeling.batch import MicroBatch
-from syncline.runtime.optimizer import OptimizerSettings
+from syncline.runtime.optimizer import UpdateRule
 from syncline.strategy import Normalization, Strategy, resolve_strategy
 from syncline.topology import Topology
 from tests.stand_ins import (
@@ -42,12 +42,27 @@ CHAIN = Weights(stages=(("first",), ("second",)))
 def under_every_policy(
     pool, steps: Sequence[Sequence[Sequence[Tokens]]], topology: Topology, model: Weights, **settings
 ) -> list[tuple[str, list[Outcome]]]:
-    """(policy, outcome of each rank) of the same steps."""
+    """(policy, outcome of each rank) of the same steps.
+
+    Replicas are data-parallel, then the ranks of a sharding group; and two of them are four of both kinds, where each
+    sample is there twice, which changes no mean.
+    """
     normalization = settings.pop("normalization", Normalization.TOKENS)
-    strategy = Strategy(topology=topology, micro_batches=len(steps[0][0]), normalization=normalization)
-    runs = {name: Run(steps, policy, model, **settings) for name, policy in policies(strategy).items()}
-    by_rank = pool.run(topology.world_size, train_all, runs, timeout=240.0)
-    return [(name, [outcomes[name] for outcomes in by_rank]) for name in runs]
+    topologies = [(topology, steps)]
+    if topology.dp > 1:
+        topologies.append((replace(topology, dp=1, sharding=topology.dp), steps))
+    if topology.dp == 2:
+        topologies.append((replace(topology, sharding=2), [[*step, *step] for step in steps]))
+    found = []
+    for each, its_steps in topologies:
+        strategy = Strategy(topology=each, micro_batches=len(steps[0][0]), normalization=normalization)
+        runs = {
+            f"dp={each.dp} sharding={each.sharding} {name}": Run(its_steps, policy, model, **settings)
+            for name, policy in policies(strategy).items()
+        }
+        by_rank = pool.run(each.world_size, train_all, runs, timeout=240.0)
+        found += [(name, [outcomes[name] for outcomes in by_rank]) for name in runs]
+    return found
 
 
 def weights_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
@@ -74,7 +89,7 @@ def test_micro_batches_of_1_and_9_tokens_have_the_loss_and_gradient_of_all_10(po
 def test_replicas_count_by_their_tokens(pool, first, weight):
     step = [[first], [tokens(-3.0, -3.0, -3.0)]]
     for policy, outcomes in under_every_policy(pool, [step], Topology(dp=2), Weights()):
-        assert weights_of(outcomes) == [{"weight": close(weight)}] * 2, policy
+        assert weights_of(outcomes) == [{"weight": close(weight)}] * len(outcomes), policy
 
 
 def test_windows_that_sum_to_4_and_7_average_to_5_and_a_half(pool):
@@ -83,8 +98,8 @@ def test_windows_that_sum_to_4_and_7_average_to_5_and_a_half(pool):
         pool, [step, step], Topology(dp=2), Weights(), normalization=Normalization.MICRO_BATCH_MEAN, learning_rate=1.0
     )
     for policy, outcomes in runs:
-        assert weights_of(outcomes) == [{"weight": close(1.0 - 2 * 5.5)}] * 2, policy
-        assert [outcome.norms for outcome in outcomes] == [[close(5.5)] * 2] * 2, policy
+        assert weights_of(outcomes) == [{"weight": close(1.0 - 2 * 5.5)}] * len(outcomes), policy
+        assert [outcome.norms for outcome in outcomes] == [[close(5.5)] * 2] * len(outcomes), policy
 
 
 @pytest.mark.parametrize("normalization", list(Normalization))
@@ -173,8 +188,8 @@ def test_a_rank_and_a_micro_batch_without_a_valid_token_contribute_zero(pool):
     for normalization, weight in ((Normalization.TOKENS, 1 - 0.5 * 6.0), (Normalization.MICRO_BATCH_MEAN, 0.25)):
         runs = under_every_policy(pool, [step], Topology(dp=2), Weights(), normalization=normalization)
         for policy, outcomes in runs:
-            assert weights_of(outcomes) == [{"weight": close(weight)}] * 2, policy
-            assert [outcome.skipped for outcome in outcomes] == [[False]] * 2
+            assert weights_of(outcomes) == [{"weight": close(weight)}] * len(outcomes), policy
+            assert [outcome.skipped for outcome in outcomes] == [[False]] * len(outcomes)
 
 
 @pytest.mark.parametrize("topology", [Topology(dp=2), Topology(pp=2)], ids=["dp=2", "pp=2"])
@@ -183,13 +198,13 @@ def test_a_window_without_a_valid_token_changes_nothing_and_says_so(pool, topolo
     model = Weights(stages=(("first", "second"),)) if topology.pp == 1 else CHAIN
     full = [[[*tokens(4.0), *tokens(2.0, weight=1)], masked(1.0)]] * topology.dp
     empty = [[masked(3.0), masked(4.0)]] * topology.dp
-    adamw = OptimizerSettings("adamw", weight_decay=0.5)
+    adamw = UpdateRule("adamw", weight_decay=0.5)
     with_empty = under_every_policy(pool, [full, empty, full], topology, model, optimizer=adamw, learning_rate=0.1)
     without = under_every_policy(pool, [full, full], topology, model, optimizer=adamw, learning_rate=0.1)
     for (policy, outcomes), (_, expected) in zip(with_empty, without, strict=True):
         for found, right in zip(outcomes, expected, strict=True):
             assert found.skipped == [False, True, False], policy
-            assert found.tokens == [2 * topology.dp, 0, 2 * topology.dp], policy
+            assert found.tokens == [2 * len(outcomes) // topology.pp, 0, 2 * len(outcomes) // topology.pp], policy
             assert found.losses[1] == 0.0, policy
             assert found.norms[1] == 0.0, policy
             assert found.weights == right.weights, policy
@@ -205,7 +220,7 @@ PAIR = Weights(stages=(("a", "b"),))
 def test_parameters_used_in_different_micro_batches_are_both_reduced(pool):
     step = [[tokens(2.0, weight=0), tokens(4.0, weight=1)], [tokens(6.0, weight=0), tokens(-8.0, weight=1)]]
     for policy, outcomes in under_every_policy(pool, [step], Topology(dp=2), PAIR):
-        assert weights_of(outcomes) == [{"a": close(1 - 0.5 * 2.0), "b": close(1 - 0.5 * -1.0)}] * 2, policy
+        assert weights_of(outcomes) == [{"a": close(1 - 0.5 * 2.0), "b": close(1 - 0.5 * -1.0)}] * len(outcomes), policy
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -213,7 +228,7 @@ def test_a_parameter_that_is_never_used_stays_equal_on_all_ranks(pool, used):
     step = [[tokens(2.0, weight=used), tokens(4.0, weight=used)], [tokens(6.0, weight=used), masked(1.0)]]
     weights = {"ab"[used]: close(1 - 0.5 * 4.0), "ab"[1 - used]: 1.0}
     for policy, outcomes in under_every_policy(pool, [step], Topology(dp=2), PAIR):
-        assert weights_of(outcomes) == [weights] * 2, policy
+        assert weights_of(outcomes) == [weights] * len(outcomes), policy
 
 
 def test_parameters_used_on_different_ranks_are_both_reduced(pool):
@@ -222,7 +237,7 @@ def test_parameters_used_on_different_ranks_are_both_reduced(pool):
     step = [[tokens(3.0, weight=0), tokens(6.0, weight=2)], [tokens(9.0, weight=1), tokens(12.0, weight=1)]]
     weights = {"a": close(1 - 0.5 * 0.75), "b": close(1 - 0.5 * 5.25), "c": close(1 - 0.5 * 1.5)}
     for policy, outcomes in under_every_policy(pool, [step], Topology(dp=2), three):
-        assert weights_of(outcomes) == [weights] * 2, policy
+        assert weights_of(outcomes) == [weights] * len(outcomes), policy
 
 
 # ---- Tied weights ----------------------------------------------------------------------------------------------------
@@ -239,7 +254,7 @@ def test_tied_copies_get_the_sum_of_both_stages_means(pool):
     summed = (2.0 + 6.0) / 2 + (10.0 - 4.0) / 2
     for policy, outcomes in under_every_policy(pool, [step, step], Topology(pp=2, dp=2), TIED):
         found = [weight for outcome in weights_of(outcomes) for weight in outcome.values()]
-        assert found == [close(1.0 - 2 * 0.5 * summed)] * 4, policy
+        assert found == [close(1.0 - 2 * 0.5 * summed)] * len(outcomes), policy
 
 
 def test_a_tied_weight_counts_once_in_the_norm(pool):
@@ -322,4 +337,4 @@ def test_the_learning_rate_is_used_once_per_update_whatever_n_and_k(pool):
     """Four replicas with four micro-batches each, and two updates with the rate 0.5."""
     step = [[tokens(2.0)] * 4] * 4
     for policy, outcomes in under_every_policy(pool, [step, step], Topology(dp=4), Weights()):
-        assert weights_of(outcomes) == [{"weight": close(1.0 - 2 * 0.5 * 2.0)}] * 4, policy
+        assert weights_of(outcomes) == [{"weight": close(1.0 - 2 * 0.5 * 2.0)}] * len(outcomes), policy

@@ -74,7 +74,7 @@ def gradients_after(kind: type[Action], engine: Engine, job: Job, rank: int, lea
 
     def observe(action: Action) -> None:
         if isinstance(action, kind):
-            for bucket in engine.worker.gradients.values():
+            for bucket in engine.worker.gradients.buckets.values():
                 for slot in bucket.bucket.slots:
                     values = bucket.flat[slot.offset : slot.offset + slot.numel]
                     found[slot.name] = values.view(slot.shape).clone()

@@ -1,5 +1,6 @@
 """From arguments to decisions: what acts, what warns and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,26 @@ from syncline.arguments.flags import FLAGS, Need, Status
 from syncline.errors import UserError
 from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
-from syncline.strategy import Normalization, ShapeExchange, Strategy, SyncMoment, resolve_strategy
+from syncline.strategy import (
+    Normalization,
+    Ownership,
+    ShapeExchange,
+    Sharding,
+    Strategy,
+    SyncMoment,
+    resolve_strategy,
+)
 from syncline.topology import Topology
 
 TWO_REPLICAS = {"data_parallel_degree": 2, "gradient_accumulation_steps": 4}
 TWO_STAGES = {"pipeline_parallel_degree": 2, "gradient_accumulation_steps": 4}
 BOTH = {**TWO_REPLICAS, **TWO_STAGES}
+TWO_SHARDS = {"sharding_parallel_degree": 2, "gradient_accumulation_steps": 4, "gradient_sync": "last_micro_batch"}
+STAGE1 = {**TWO_SHARDS, "sharding": "stage1"}
+BY_SLICES = {**STAGE1, "sharding_parallel_config": "split_param"}
+FREED = {**STAGE1, "sharding_parallel_config": "free_grads_in_comm"}
+STAGE2 = {**TWO_SHARDS, "sharding": "stage2"}
+STAGE3 = {**TWO_SHARDS, "sharding": "stage3"}
 
 
 def resolve(**keys: Any) -> Strategy:
@@ -48,6 +63,16 @@ class TestTopology:
                 {"nproc_per_node": 4, "pipeline_parallel_degree": 2, "hybrid_parallel_topo_order": "sharding_first"},
                 Topology(pp=2, dp=2, order="sharding_first"),
             ),
+            ({"sharding": "stage1", "nproc_per_node": 4}, Topology(sharding=4)),
+            ({"sharding": "stage1", "nproc_per_node": 4, "sharding_parallel_degree": -1}, Topology(sharding=4)),
+            ({"sharding": "stage2", "nproc_per_node": 4, "data_parallel_degree": 2}, Topology(dp=2, sharding=2)),
+            ({"sharding": "stage3", "nproc_per_node": 8, "pipeline_parallel_degree": 2}, Topology(pp=2, sharding=4)),
+            ({"sharding": "stage1", "nproc_per_node": 8, "sharding_parallel_degree": 2}, Topology(dp=4, sharding=2)),
+            ({"sharding": "stage1", "sharding_parallel_degree": 2}, Topology(sharding=2)),
+            ({"sharding": "stage1", "nproc_per_node": 1}, Topology()),
+            ({"sharding": "stage1"}, Topology()),
+            ({"nproc_per_node": 4, "sharding_parallel_degree": 2}, Topology(dp=2, sharding=2)),
+            ({"nproc_per_node": 4}, Topology(dp=4)),
         ],
     )
     def test_degrees(self, keys, topology):
@@ -64,6 +89,13 @@ class TestTopology:
         error = refusal(world_size=8, data_parallel_degree=2, pipeline_parallel_degree=2)
         assert error.wrong == "the degrees multiply to 4, not to 8"
         assert error.instead == "Write world_size: 4, or leave data_parallel_degree out."
+
+    def test_degrees_of_sharding_must_divide_the_world_too(self):
+        error = refusal(nproc_per_node=6, sharding="stage1", sharding_parallel_degree=4)
+        assert error.given == "nproc_per_node=6 and sharding_parallel_degree=4"
+        assert error.wrong == "6 ranks cannot be divided into groups of 4"
+        error = refusal(nproc_per_node=6, sharding="stage1", data_parallel_degree=4)
+        assert error.wrong == "the degrees multiply to 4, not to 6"
 
 
 class TestGradientLife:
@@ -138,6 +170,113 @@ class TestGradientLife:
         assert strategy.normalization is Normalization.MICRO_BATCH_MEAN
 
 
+class TestSharding:
+    @pytest.mark.parametrize(
+        ("keys", "sharding", "ownership", "frees"),
+        [
+            (STAGE1, Sharding.STAGE1_TENSOR, Ownership.TENSORS, False),
+            (BY_SLICES, Sharding.STAGE1_SLICE, Ownership.SLICES, False),
+            (FREED, Sharding.STAGE1_TENSOR, Ownership.TENSORS, True),
+            ({**STAGE1, "sharding": True}, Sharding.STAGE1_TENSOR, Ownership.TENSORS, False),
+            (STAGE2, Sharding.STAGE2, Ownership.SLICES, True),
+            (STAGE3, Sharding.STAGE3, Ownership.SLICES, True),
+        ],
+    )
+    def test_what_is_divided(self, keys, sharding, ownership, frees):
+        strategy = resolve(**keys)
+        assert strategy.sharding is sharding
+        assert strategy.ownership is ownership
+        assert strategy.shards == 2
+        assert strategy.frees_reduced_gradients is frees
+        assert strategy.divides_parameters is (sharding is Sharding.STAGE3)
+        assert strategy.warnings == ()
+
+    @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
+    def test_one_rank_has_nothing_to_divide(self, stage):
+        strategy = resolve(sharding=stage)
+        assert strategy.ownership is Ownership.REPLICATED
+        assert (strategy.shards, strategy.divides_parameters, strategy.frees_reduced_gradients) == (1, False, False)
+        (warning,) = strategy.warnings
+        assert warning == "sharding has no effect here: there is only one rank to divide among."
+
+    def test_ranks_that_divide_nothing_are_replicas(self):
+        strategy = resolve(sharding_parallel_degree=2, data_parallel_degree=2)
+        assert strategy.sharding is Sharding.NONE
+        assert (strategy.topology.replicas, strategy.shards) == (4, 1)
+        (warning,) = strategy.warnings
+        assert warning.startswith("sharding_parallel_degree has no effect here: nothing is sharded")
+
+    @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+    @pytest.mark.parametrize(
+        ("keys", "given"),
+        [
+            (BY_SLICES, "sharding=stage1 with split_param"),
+            (STAGE2, "sharding=stage2"),
+            (STAGE3, "sharding=stage3"),
+        ],
+    )
+    def test_optimizers_of_whole_tensors_are_refused_on_slices(self, keys, given, optimizer):
+        error = refusal(**keys, optim=optimizer)
+        assert error.given == f"optim={optimizer} and {given}"
+        assert "looks at each parameter as a whole" in error.wrong
+        assert "stage1 without split_param" in error.instead
+
+    @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+    def test_optimizers_of_whole_tensors_divide_by_tensors_or_not_at_all(self, optimizer):
+        assert resolve(**STAGE1, optim=optimizer).ownership is Ownership.TENSORS
+        assert resolve(sharding="stage2", optim=optimizer).ownership is Ownership.REPLICATED
+        assert resolve(optim=optimizer, **TWO_REPLICAS).warnings == ()
+
+    @pytest.mark.parametrize(
+        "flag", ["enable_sharding_comm_overlap", "enable_stage1_overlap", "enable_dp_comm_overlap"]
+    )
+    def test_overlap_by_any_of_its_names_contradicts_after_accumulation(self, flag):
+        config = "data_parallel_config" if flag == "enable_dp_comm_overlap" else "sharding_parallel_config"
+        error = refusal(**{**STAGE1, "gradient_sync": "after_accumulation"}, **{config: flag})
+        assert error.given == f"{config}={flag} and gradient_sync=after_accumulation"
+        assert "no backward is left to overlap with" in error.wrong
+
+    def test_stage2s_overlap_contradicts_after_accumulation(self):
+        keys = {**STAGE2, "gradient_sync": "after_accumulation", "sharding_parallel_config": "enable_stage2_overlap"}
+        assert "enable_stage2_overlap" in refusal(**keys).given
+
+    @pytest.mark.parametrize(
+        ("keys", "flag", "key"),
+        [
+            (STAGE1, "enable_sharding_comm_overlap", "overlap_gradient_reduction"),
+            (STAGE1, "enable_stage1_overlap", "overlap_gradient_reduction"),
+            (STAGE2, "enable_stage2_overlap", "overlap_gradient_reduction"),
+            (STAGE1, "enable_stage1_broadcast_overlap", "overlap_parameter_gather"),
+            (STAGE1, "split_param enable_stage1_allgather_overlap", "overlap_parameter_gather"),
+        ],
+    )
+    def test_a_flag_against_its_key_is_refused(self, keys, flag, key):
+        error = refusal(**{**keys, "sharding_parallel_config": flag, key: False})
+        assert error.given == f"{key}=false and sharding_parallel_config={flag.split()[-1]}"
+        assert error.wrong == f"the flag means {key}: true"
+
+    def test_gathers_overlap_unless_told_otherwise(self):
+        assert resolve(**STAGE1).overlap_gathers
+        assert not resolve(**STAGE1, overlap_parameter_gather=False).overlap_gathers
+        assert resolve(**STAGE1, overlap_parameter_gather=True).overlap_gathers
+
+    def test_the_size_of_buckets(self):
+        assert resolve(**STAGE1, gradient_bucket_size_MB=0.5).bucket_bytes == 2**19
+        assert resolve(**STAGE1, sharding_comm_buffer_size_MB=3).bucket_bytes == 3 * 2**20
+        assert resolve(**TWO_REPLICAS, sharding_comm_buffer_size_MB=3).bucket_bytes == 25 * 2**20
+        (warning,) = resolve(**STAGE1, sharding_comm_buffer_size_MB=3, gradient_bucket_size_MB=0.5).warnings
+        assert warning == "gradient_bucket_size_MB has no effect here: sharding_comm_buffer_size_MB decides."
+
+    @pytest.mark.parametrize("stage", ["stage2", "stage3"])
+    def test_whole_gradients_that_accumulate_by_default_are_a_warning(self, stage):
+        keys = {"sharding": stage, "sharding_parallel_degree": 2}
+        (warning,) = resolve(**keys, gradient_accumulation_steps=4).warnings
+        assert "gradient_sync: every_micro_batch" in warning
+        assert resolve(**keys).warnings == ()
+        for moment in ("every_micro_batch", "last_micro_batch", "after_accumulation"):
+            assert resolve(**keys, gradient_accumulation_steps=4, gradient_sync=moment).warnings == ()
+
+
 class TestPrecision:
     @pytest.mark.parametrize(
         ("keys", "dtypes"),
@@ -147,14 +286,20 @@ class TestPrecision:
             ({"bf16": True, "amp_master_grad": False}, ("bfloat16", "bfloat16", "bfloat16")),
             ({"bf16": True, "gradient_reduce_dtype": "bfloat16"}, ("bfloat16", "float32", "bfloat16")),
             ({"dtype": "float64"}, ("float64", "float64", "float64")),
+            ({"fp16": True}, ("float16", "float32", "float32")),
+            ({"fp16": True, "amp_master_grad": False}, ("float16", "float16", "float16")),
+            ({"fp16": True, "gradient_reduce_dtype": "bfloat16"}, ("float16", "float32", "bfloat16")),
         ],
     )
     def test_dtypes(self, keys, dtypes):
         strategy = resolve(**TWO_REPLICAS, **keys)
         assert (strategy.parameter_dtype, strategy.gradient_dtype, strategy.reduce_dtype) == dtypes
+        assert strategy.scales_loss == (dtypes[0] == "float16")
+        assert strategy.warnings == ()
 
     def test_what_makes_no_sense_is_refused(self):
         assert "O2" in refusal(bf16=True, fp16_opt_level="O1").instead
+        assert "float16" in refusal(fp16=True, fp16_opt_level="O1").wrong
         assert "float64" in refusal(gradient_reduce_dtype="float64").given
 
 
@@ -188,8 +333,50 @@ CHANGED_BY: dict[str, dict[str, Any]] = {
     "enable_profiling": {"timers": True},
     "disable_p2p_cache_shape": {"shape_exchange": ShapeExchange.EVERY_MESSAGE},
     "enable_clear_every_step_cache": {"shape_exchange": ShapeExchange.EACH_STEP},
+    "split_param": {"sharding": Sharding.STAGE1_SLICE, "ownership": Ownership.SLICES},
+    "enable_sharding_comm_overlap": {"overlap": True},
+    "enable_stage1_overlap": {"overlap": True},
+    "enable_stage2_overlap": {"overlap": True},
+    "enable_stage1_broadcast_overlap": {"overlap_gathers": True},
+    "enable_stage1_allgather_overlap": {"overlap_gathers": True},
+    "free_grads_in_comm": {"free_in_communication": True, "frees_reduced_gradients": True},
+    "use_reduce_avg": {"average_in_collective": True},
 }
 """What each effective flag decides."""
+
+
+NEEDED: dict[Need, dict[str, Any]] = {
+    Need.NOTHING: {},
+    Need.REPLICAS: TWO_REPLICAS,
+    Need.STAGES: TWO_STAGES,
+    Need.SHARDING: STAGE2,
+    Need.STAGE1: STAGE1,
+    Need.BY_TENSORS: STAGE1,
+    Need.BY_SLICES: BY_SLICES,
+    Need.STAGE2: STAGE2,
+}
+"""A job in which the need is met; that for tensor slices never is yet."""
+
+NOT_NEEDED: dict[Need, list[dict[str, Any]]] = {
+    Need.SHARDING: [{}, BOTH, {"sharding": "stage1"}, {"sharding_parallel_degree": 2}],
+    Need.STAGE1: [STAGE2, STAGE3, {"sharding": "stage1"}],
+    Need.BY_TENSORS: [BY_SLICES, STAGE2, STAGE3],
+    Need.BY_SLICES: [STAGE1, STAGE2, STAGE3],
+    Need.STAGE2: [STAGE1, BY_SLICES, STAGE3],
+}
+"""Jobs in which it is not."""
+
+OF_SHARDING = (Need.SHARDING, Need.STAGE1, Need.BY_TENSORS, Need.BY_SLICES, Need.STAGE2)
+
+
+def with_flag(keys: dict[str, Any], config: str, flag: str) -> dict[str, Any]:
+    return {**keys, config: f"{keys.get(config, '')} {flag}".strip()}
+
+
+def decisions(strategy: Strategy) -> tuple[Any, ...]:
+    """Everything that acts; what is to be divided does not where there is only one rank."""
+    divided = (strategy.ownership, strategy.shards, strategy.divides_parameters, strategy.frees_reduced_gradients)
+    return (replace(strategy, sharding=Sharding.NONE, warnings=()), *divided)
 
 
 class TestEveryFlag:
@@ -200,7 +387,7 @@ class TestEveryFlag:
     def test_acts_warns_or_is_refused_with_two_replicas_and_two_stages(self, flag):
         for config in flag.configs:
             keys = {**BOTH, config: flag.name}
-            if flag.needs in (Need.SHARDING, Need.SLICES) or flag.status is Status.NO_EFFECT:
+            if flag.needs in (*OF_SHARDING, Need.SLICES) or flag.status is Status.NO_EFFECT:
                 (warning,) = resolve(**keys).warnings
                 assert warning.startswith(f"{flag.name} has no effect here: ")
             elif flag.status is Status.EFFECTIVE:
@@ -212,6 +399,30 @@ class TestEveryFlag:
                 assert error.given == f"{config}={flag.name}"
                 assert flag.status is not Status.ARRIVES or error.wrong == str(flag.arrives)
 
+    @pytest.mark.parametrize("flag", [f for f in FLAGS if f.needs in NEEDED], ids=lambda flag: flag.name)
+    def test_acts_warns_or_is_refused_where_its_need_is_met(self, flag):
+        for config in flag.configs:
+            keys = with_flag(NEEDED[flag.needs], config, flag.name)
+            if flag.status is Status.EFFECTIVE:
+                strategy = resolve(**keys)
+                assert strategy.warnings == ()
+                assert {name: getattr(strategy, name) for name in CHANGED_BY[flag.name]} == CHANGED_BY[flag.name]
+            elif flag.status is Status.NO_EFFECT:
+                (warning,) = resolve(**keys).warnings
+                assert warning == f"{flag.name} has no effect here: {flag.no_effect}."
+            else:
+                assert refusal(**keys).given == f"{config}={flag.name}"
+
+    @pytest.mark.parametrize("flag", [f for f in FLAGS if f.needs in NOT_NEEDED], ids=lambda flag: flag.name)
+    def test_of_sharding_warns_where_its_need_is_not_met(self, flag):
+        for keys in NOT_NEEDED[flag.needs]:
+            before = resolve(**keys)
+            after = resolve(**with_flag(keys, "sharding_parallel_config", flag.name))
+            added = [warning for warning in after.warnings if warning not in before.warnings]
+            later = f" (it {flag.arrives})" if flag.arrives else ""
+            assert added == [f"{flag.name} has no effect here: it needs {flag.needs.value}{later}."]
+            assert decisions(after) == decisions(before)
+
     @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
     def test_warns_on_one_rank_unless_it_needs_nothing(self, flag):
         warnings = resolve(**{flag.configs[0]: flag.name}).warnings
@@ -221,13 +432,11 @@ class TestEveryFlag:
 
 
 REFUSED_NOW = {
-    "sharding": "stage1",
-    "sharding_parallel_degree": 2,
+    "sharding": "stage2 offload",
     "tensor_parallel_degree": 2,
     "sep_parallel_degree": 2,
     "virtual_pp_degree": 2,
     "pipeline_schedule_mode": "ZBH1",
-    "dtype": "float16",
     "recompute_granularity": "core_attn",
     "save_strategy": "steps",
     "save_steps": 100,
@@ -247,9 +456,8 @@ class TestNotYet:
         assert error.wrong.startswith("arrives with ")
         assert len(error.instead) > 20
 
-    def test_offload_and_fp16(self):
-        assert refusal(sharding="stage2 offload").wrong == "arrives with offloading"
-        assert refusal(fp16=True).wrong == "arrives with fp16"
+    def test_offload_is_named(self):
+        assert refusal(sharding="stage1 offload", **TWO_REPLICAS).wrong == "arrives with offloading"
 
 
 RANDOM_TOKENS = {"train_data": "random-tokens"}
@@ -266,6 +474,16 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"progress": "none", "logging_steps": 1}, "logging_steps"),
     ({"sequence_parallel": True}, "sequence_parallel"),
     ({"sharding_comm_buffer_size_MB": 100}, "sharding_comm_buffer_size_MB"),
+    ({"sharding": "stage1"}, "sharding"),
+    ({"sharding": "stage3", "nproc_per_node": 2, "pipeline_parallel_degree": 2}, "sharding"),
+    ({"sharding_parallel_degree": 2}, "sharding_parallel_degree"),
+    ({**STAGE1, "sharding_comm_buffer_size_MB": 100, "gradient_bucket_size_MB": 3}, "gradient_bucket_size_MB"),
+    ({"overlap_parameter_gather": False, **TWO_REPLICAS}, "overlap_parameter_gather"),
+    ({"overlap_parameter_gather": False, "sharding_parallel_degree": 2}, "overlap_parameter_gather"),
+    ({"overlap_parameter_gather": True, "sharding": "stage1"}, "overlap_parameter_gather"),
+    ({"overlap_parameter_gather": False, **STAGE3}, "overlap_parameter_gather"),
+    ({"scale_loss": 1024.0}, "scale_loss"),
+    ({"scale_loss": 1024.0, "bf16": True}, "scale_loss"),
     ({"amp_master_grad": True}, "amp_master_grad"),
     ({"fp16_opt_level": "O1"}, "fp16_opt_level"),
     ({"max_steps": 3, "num_train_epochs": 2}, "num_train_epochs"),
@@ -277,6 +495,10 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1"),
     ({"optim": "sgd", "adam_beta2": 0.8}, "adam_beta2"),
     ({"optim": "sgd", "adam_epsilon": 1e-6}, "adam_epsilon"),
+    ({"optim": "adafactor", "adam_epsilon": 1e-6}, "adam_epsilon"),
+    ({"optim": "adamw", "adafactor_epsilon": 1e-2}, "adafactor_epsilon"),
+    ({"optim": "adamw", "muon_momentum": 0.5}, "muon_momentum"),
+    ({"parameter_groups": [{"pattern": "norm"}]}, "parameter_groups"),
     ({"validation_split": 0.1, "validation_data": "a.txt"}, "validation_split"),
     ({"random_token_samples": 3}, "random_token_samples"),
     ({**RANDOM_TOKENS, "tokenizer_name_or_path": "train-bpe:300"}, "tokenizer_name_or_path"),
@@ -309,6 +531,13 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {**TWO_STAGES, "pipeline_schedule_mode": "FThenB"},
     {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
     {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},
+    {**STAGE1, "sharding_comm_buffer_size_MB": 100, "overlap_parameter_gather": False},
+    {**STAGE2, "gradient_bucket_size_MB": 3.0, "overlap_parameter_gather": True, "gradient_reduce_dtype": "bfloat16"},
+    {**STAGE3, "overlap_gradient_reduction": False, "release_grads": True},
+    {"fp16": True, "scale_loss": 1024.0, "amp_master_grad": False, "fp16_opt_level": "O2"},
+    {"optim": "muon", "muon_momentum": 0.9, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6},
+    {"optim": "adafactor", "adafactor_epsilon": 1e-2},
+    {"parameter_groups": [{"pattern": "norm", "weight_decay": 0.1}]},
 ]
 
 

@@ -66,3 +66,25 @@ def test_the_two_orders_of_two_stages_and_two_replicas(order, stages, replica_gr
 def test_replicas_count_sharding_too():
     assert Topology(pp=2, dp=3, sharding=4, tp=5).replicas == 12
     assert Topology(pp=2, dp=3, sharding=4, tp=5).world_size == 120
+
+
+@pytest.mark.parametrize(
+    ("order", "sharding_groups", "replica_groups", "norm_groups"),
+    [
+        ("pp_first", ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 4, 5), (2, 3, 6, 7))),
+        (
+            "sharding_first",
+            ((0, 2), (1, 3), (4, 6), (5, 7)),
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
+    ],
+)
+def test_the_groups_of_sharding_lie_within_those_of_replicas(order, sharding_groups, replica_groups, norm_groups):
+    """The parts of one replica, over which a norm is summed, are all stages of one sharding group."""
+    topology = Topology(pp=2, dp=2, sharding=2, order=order)
+    assert topology.groups(("sharding",)) == sharding_groups
+    assert topology.groups(REPLICA_AXES) == replica_groups
+    assert topology.groups(("pp", "sharding")) == norm_groups
+    for rank in range(8):
+        assert topology.replica(rank) == 2 * topology.coordinate(rank)["dp"] + topology.coordinate(rank)["sharding"]

@@ -9,8 +9,8 @@ same on every rank, or the ranks part ways and wait for each other. It may use w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ class StepMetrics:
     """Bytes this rank sent during the step."""
     skipped: bool
     """Whether the update was left out: an overflow, or no valid token."""
+    gradient_bytes_held: int = 0
+    """Bytes of gradient storage that this rank holds between this step and the next."""
+    gathered_bytes: int = 0
+    """Peak bytes of parameters that this rank gathered to use and freed again."""
+    reductions: int = 0
+    """Collectives on gradient buckets that this rank took part in."""
+    bytes_sent_by_group: Mapping[str, int] = field(default_factory=dict)
+    """`bytes_sent` by group: `dp`, `sharding`, `pp` and their combinations; `world` is the reported loss."""
+    loss_scale: float = 1.0
+    """By which losses were scaled up; other than 1 under float16 only."""
 
 
 @dataclass(frozen=True)

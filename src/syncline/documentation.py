@@ -7,7 +7,7 @@ A section stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from pathlib import Path
 
@@ -15,11 +15,14 @@ from syncline.arguments import OPTIONS
 from syncline.arguments.flags import CONFIGS, FLAGS, Flag, Need
 from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
 from syncline.arguments.option import GROUPS, Option
+from syncline.markdown import code, table
 from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
 from syncline.program.example import example_program, example_strategy
 from syncline.program.text import listing
-from syncline.strategy import SyncMoment
+from syncline.strategy import Sharding, SyncMoment
+from syncline.topology import Topology
+from syncline.verification.combinations_page import combinations_markdown
 
 
 def options_markdown() -> str:
@@ -29,7 +32,7 @@ def options_markdown() -> str:
 
 def program_markdown() -> str:
     """The default step of the example program."""
-    return _code("text", listing(example_program(example_strategy(average_in_collective=True)), 0))
+    return code("text", listing(example_program(example_strategy(average_in_collective=True)), 0))
 
 
 def moved_markdown() -> str:
@@ -39,31 +42,51 @@ def moved_markdown() -> str:
     lines = unified_diff(
         listing(plain, 0), listing(moved, 0), "every_micro_batch", "gradient_sync_after_accumulate", lineterm="", n=3
     )
-    return _code("diff", lines)
+    return code("diff", lines)
+
+
+def sharded_markdown() -> str:
+    """The step of the example program under stage 1 by slices, released."""
+    strategy = example_strategy(topology=Topology(sharding=2), sharding=Sharding.STAGE1_SLICE, release_gradients=True)
+    return code("text", listing(example_program(strategy), 0))
 
 
 def life_markdown() -> str:
     """The options of a gradient's life in one table."""
-    options = [OPTIONS[name] for name in ("gradient_sync", "overlap_gradient_reduction", "release_grads")]
+    options = [OPTIONS[name] for name in LIFE_OPTIONS]
     flags = [flag for flag in FLAGS if flag.name in LIFE_FLAGS]
     rows = [(f"`{option.name}`", option.effect, option.cost) for option in options]
     rows += [(f"`{flag.name}`", flag.effect, flag.cost) for flag in flags]
-    return "\n".join(_table(("Option", "What it does to the program", "What it costs and buys"), rows)).strip()
+    return "\n".join(table(("Option", "What it does to the program", "What it costs and buys"), rows)).strip()
 
+
+LIFE_OPTIONS = (
+    "gradient_sync",
+    "overlap_gradient_reduction",
+    "overlap_parameter_gather",
+    "release_grads",
+    "gradient_reduce_dtype",
+    "sharding",
+)
 
 LIFE_FLAGS = (
     "gradient_sync_after_accumulate",
     "enable_allreduce_avg_in_gradient_scale",
     "enable_delay_scale_loss",
     "enable_release_grads",
+    "split_param",
+    "free_grads_in_comm",
 )
 
-PAGES: dict[str, Callable[[], str]] = {"docs/options.md": options_markdown}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/options.md": options_markdown,
+    "docs/combinations.md": combinations_markdown,
+}
 """Every generated page by its path in the repository."""
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"program": program_markdown, "life": life_markdown},
-    "docs/architecture.md": {"moved": moved_markdown},
+    "docs/architecture.md": {"moved": moved_markdown, "sharded": sharded_markdown},
 }
 """Every generated section by its page and name."""
 
@@ -129,7 +152,7 @@ def _options() -> Iterator[str]:
         yield f"## {group}"
         yield ""
         members = [option for option in OPTIONS.values() if option.group == group]
-        yield from _table(
+        yield from table(
             ("Key", "Default", "Meaning", "Program", "Costs and buys"),
             ((_key(each), f"`{each.default_name}`", each.help, each.effect, each.cost) for each in members),
         )
@@ -152,7 +175,7 @@ def _flags() -> Iterator[str]:
         yield f"### {config}"
         yield ""
         members = [flag for flag in FLAGS if config in flag.configs]
-        yield from _table(
+        yield from table(
             ("Flag", "Status", "Needs", "Meaning", "Program", "Costs and buys"),
             (_flag_row(flag) for flag in members),
         )
@@ -177,7 +200,7 @@ def _not_yet() -> Iterator[str]:
         for flag in FLAGS
         if flag.arrives
     ]
-    yield from _table(("Key or flag", "Values", "Arrives", "Until then"), [*keys, *flags])
+    yield from table(("Key or flag", "Values", "Arrives", "Until then"), [*keys, *flags])
 
 
 def _no_effect() -> Iterator[str]:
@@ -185,7 +208,7 @@ def _no_effect() -> Iterator[str]:
     yield ""
     yield "A key that is given and changes nothing is a warning:"
     yield ""
-    yield from _table(("Key", "When"), ((f"`{entry.option}`", entry.because) for entry in NO_EFFECT))
+    yield from table(("Key", "When"), ((f"`{entry.option}`", entry.because) for entry in NO_EFFECT))
 
 
 def _other_spellings() -> Iterator[str]:
@@ -193,37 +216,22 @@ def _other_spellings() -> Iterator[str]:
     yield ""
     yield "Written differently here:"
     yield ""
-    yield from _table(("Key", "Means"), ((f"`{key}`", each.meaning) for key, each in TRANSLATIONS.items()))
+    yield from table(("Key", "Means"), ((f"`{key}`", each.meaning) for key, each in TRANSLATIONS.items()))
     yield "Refused, unless switched off:"
     yield ""
-    yield from _table(
+    yield from table(
         ("Key", "Why", "Instead"), ((f"`{key}`", each.wrong, each.instead) for key, each in REFUSALS.items())
     )
     yield "Without meaning here, hence a warning:"
     yield ""
     reasons = dict.fromkeys(MEANINGLESS.values())
-    yield from _table(
+    yield from table(
         ("Why", "Keys"),
         (
             (reason, ", ".join(f"`{key}`" for key, because in MEANINGLESS.items() if because == reason))
             for reason in reasons
         ),
     )
-
-
-def _code(language: str, lines: Iterable[str]) -> str:
-    return "\n".join([f"```{language}", *lines, "```"])
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield _row(head)
-    yield _row(("---",) * len(head))
-    yield from (_row(row) for row in rows)
-    yield ""
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ from datetime import timedelta
 
 import torch
 
-from syncline.arguments import TrainingArguments
 from syncline.checkpoint.weights import load_weights, local_folder
 from syncline.job import Job
+from syncline.modeling.gated_mlp import fuse_gated_mlps
 from syncline.modeling.materialise import materialise
+from syncline.modeling.norms import fuse_norms
 from syncline.modeling.split import cut
 from syncline.modeling.stage import Stage
+from syncline.program.build import build_forward_program
 from syncline.program.program import Program
-from syncline.program.schedules.naive import forward_program
 from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import OptimizerSettings
 from syncline.runtime.transport import Transport
 from syncline.runtime.worker import Worker
 
@@ -48,7 +48,7 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
     timeout = timedelta(seconds=arguments.distributed_timeout_seconds)
     stage = build_stage(job, strategy.topology.stage(rank), device)
     evaluation, prediction = (
-        forward_program(strategy.topology, job.layout, micro_batches, program.sizes)
+        build_forward_program(strategy, job.layout, micro_batches, activation_bytes=program.sizes.activation_bytes)
         for micro_batches in (EVALUATION_MICRO_BATCHES, 1)
     )
     reduce_dtype = getattr(torch, strategy.reduce_dtype)
@@ -61,9 +61,10 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
         collectives,
         transport,
         gradient_dtype=getattr(torch, strategy.gradient_dtype),
-        optimizer=optimizer_settings(arguments),
+        rules=job.rules,
         max_gradient_norm=arguments.max_grad_norm,
         device=device,
+        loss_scale=arguments.scale_loss if strategy.scales_loss else 1.0,
         timers=strategy.timers,
     )
     return Engine(stage, worker, evaluation, prediction)
@@ -82,14 +83,7 @@ def build_stage(job: Job, index: int, device: torch.device) -> Stage:
     frozen = {spec.name for spec in job.layout.specs if spec.stage == index and spec.frozen}
     for name, parameter in stage.parameters_by_name().items():
         parameter.requires_grad_(name not in frozen)
+    # Last: what a stage is cut and initialised from must have its own forwards.
+    fuse_norms(stage)
+    fuse_gated_mlps(stage)
     return stage.train()
-
-
-def optimizer_settings(arguments: TrainingArguments) -> OptimizerSettings:
-    return OptimizerSettings(
-        kind=arguments.optim,
-        weight_decay=arguments.weight_decay,
-        beta1=arguments.adam_beta1,
-        beta2=arguments.adam_beta2,
-        epsilon=arguments.adam_epsilon,
-    )

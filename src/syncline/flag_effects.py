@@ -18,7 +18,7 @@ def acting_flags(arguments: TrainingArguments, topology: Topology) -> tuple[froz
     for flag in FLAGS:
         if flag.name not in given:
             continue
-        reason = _why_it_does_nothing(flag, topology)
+        reason = _why_it_does_nothing(flag, arguments, topology)
         if reason:
             warnings.append(f"{flag.name} has no effect here: {reason}.")
             continue
@@ -27,19 +27,25 @@ def acting_flags(arguments: TrainingArguments, topology: Topology) -> tuple[froz
     return frozenset(acting), warnings
 
 
-def _why_it_does_nothing(flag: Flag, topology: Topology) -> str:
-    if not _is_met(flag.needs, topology):
+def _why_it_does_nothing(flag: Flag, arguments: TrainingArguments, topology: Topology) -> str:
+    if not _is_met(flag.needs, arguments, topology):
         later = f" (it {flag.arrives})" if flag.arrives else ""
         return f"it needs {flag.needs.value}{later}"
     return flag.no_effect
 
 
-def _is_met(need: Need, topology: Topology) -> bool:
+def _is_met(need: Need, arguments: TrainingArguments, topology: Topology) -> bool:
+    stages = arguments.sharding if topology.sharding > 1 else ()
+    slices = "split_param" in arguments.sharding_parallel_config
     return {
         Need.NOTHING: True,
         Need.REPLICAS: topology.replicas > 1,
         Need.STAGES: topology.pp > 1,
-        Need.SHARDING: topology.sharding > 1,
+        Need.SHARDING: bool(stages),
+        Need.STAGE1: "stage1" in stages,
+        Need.BY_TENSORS: "stage1" in stages and not slices,
+        Need.BY_SLICES: "stage1" in stages and slices,
+        Need.STAGE2: "stage2" in stages,
         Need.SLICES: topology.tp > 1,
     }[need]
 

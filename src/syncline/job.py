@@ -13,12 +13,15 @@ from syncline.arguments import TrainingArguments
 from syncline.checkpoint.weights import local_folder
 from syncline.modeling.check import check_isolation, check_split
 from syncline.modeling.load import build_meta_model, resolve_config
+from syncline.modeling.order import uses_in_forward
 from syncline.modeling.split import SplitPlan, plan_split, specs
 from syncline.program.build import ITEMSIZE, build_program
 from syncline.program.layout import ParameterLayout, lay_out
 from syncline.program.program import Program
 from syncline.program.verify import verify
+from syncline.runtime.optimizer import UpdateRule
 from syncline.strategy import Strategy, resolve_strategy
+from syncline.update_rules import update_rules
 
 ChangeModel = Callable[[PreTrainedModel], None]
 
@@ -34,6 +37,8 @@ class Job:
     """The whole model, without memory."""
     split: SplitPlan
     layout: ParameterLayout
+    rules: tuple[UpdateRule, ...]
+    """What `ParameterSpec.rule` counts: how parameters are updated."""
     program: Program
 
 
@@ -59,16 +64,21 @@ def describe_job(
     if change_model is not None:
         change_model(meta_model)
     split = plan_split(meta_model, strategy.topology.pp)
-    parameter_specs = specs(meta_model, split, arguments.freeze_parameters)
+    uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
+    rules = update_rules(meta_model, arguments)
+    strategy = replace(strategy, warnings=(*strategy.warnings, *rules.warnings))
+    parameter_specs = specs(meta_model, split, arguments.freeze_parameters, uses, rules.of_parameter)
     layout = lay_out(
         parameter_specs,
         bucket_bytes=strategy.bucket_bytes,
         gradient_itemsize=ITEMSIZE[strategy.gradient_dtype],
-        replicas=strategy.topology.replicas,
+        ownership=strategy.ownership,
+        shards=strategy.shards,
+        divide_parameters=strategy.divides_parameters,
     )
     program = build_program(strategy, layout, activation_bytes=activation_bytes(arguments, strategy, config))
     verify(program)
-    return Job(arguments, strategy, config, meta_model, split, layout, program)
+    return Job(arguments, strategy, config, meta_model, split, layout, rules.rules, program)
 
 
 def check_model(job: Job) -> None:

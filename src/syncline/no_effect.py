@@ -54,8 +54,16 @@ def _ends_first(arguments: TrainingArguments, topology: Topology) -> bool:
     return arguments.eval_steps is not None and 0 < arguments.max_steps <= arguments.eval_steps
 
 
+def _in_16_bits(arguments: TrainingArguments) -> bool:
+    return arguments.dtype in ("bfloat16", "float16")
+
+
 def _not_adam(arguments: TrainingArguments, topology: Topology) -> bool:
-    return arguments.optim != "adamw"
+    return arguments.optim not in ("adamw", "muon")
+
+
+def _groups_set_nothing(arguments: TrainingArguments, topology: Topology) -> bool:
+    return all(set(group) == {"pattern"} for group in arguments.parameter_groups)
 
 
 NO_EFFECT = (
@@ -93,17 +101,42 @@ NO_EFFECT = (
         lambda a, t: not a.sharding,
         "nothing is sharded; gradient_bucket_size_MB counts",
     ),
-    NoEffect("amp_master_grad", lambda a, t: a.dtype != "bfloat16", "only bfloat16 parameters need master gradients"),
-    NoEffect("fp16_opt_level", lambda a, t: a.dtype != "bfloat16", "parameters are not in 16 bits"),
+    NoEffect("sharding", lambda a, t: t.sharding == 1, "there is only one rank to divide among"),
+    NoEffect(
+        "sharding_parallel_degree",
+        lambda a, t: t.sharding > 1 and not a.sharding,
+        "nothing is sharded, so its ranks are plain replicas; sharding: stage1 would divide the optimizer state",
+    ),
+    NoEffect(
+        "gradient_bucket_size_MB",
+        lambda a, t: bool(a.sharding) and a.sharding_comm_buffer_size_MB is not None,
+        "sharding_comm_buffer_size_MB decides",
+    ),
+    NoEffect(
+        "overlap_parameter_gather",
+        lambda a, t: t.sharding == 1 or not a.sharding,
+        "nothing is sharded, so no parameters are gathered",
+    ),
+    NoEffect(
+        "overlap_parameter_gather",
+        lambda a, t: t.sharding > 1 and "stage3" in a.sharding,
+        "stage 3 gathers parameters around their use",
+    ),
+    NoEffect("scale_loss", lambda a, t: a.dtype != "float16", "losses are scaled up only under float16"),
+    NoEffect("amp_master_grad", lambda a, t: not _in_16_bits(a), "only parameters in 16 bits need master gradients"),
+    NoEffect("fp16_opt_level", lambda a, t: not _in_16_bits(a), "parameters are not in 16 bits"),
     NoEffect("num_train_epochs", lambda a, t: a.max_steps > 0, "max_steps decides how long training takes"),
     NoEffect("warmup_ratio", lambda a, t: a.warmup_steps > 0, "warmup_steps decides the warm-up"),
     NoEffect("warmup_steps", lambda a, t: a.lr_scheduler_type == "constant", "the learning rate is constant"),
     NoEffect("warmup_ratio", lambda a, t: a.lr_scheduler_type == "constant", "the learning rate is constant"),
     NoEffect("min_learning_rate", _constant, "the learning rate does not fall"),
     NoEffect("lr_scheduler_power", lambda a, t: a.lr_scheduler_type != "polynomial", "only a polynomial has a power"),
-    NoEffect("adam_beta1", _not_adam, "optim is not adamw"),
-    NoEffect("adam_beta2", _not_adam, "optim is not adamw"),
-    NoEffect("adam_epsilon", _not_adam, "optim is not adamw"),
+    NoEffect("adam_beta1", _not_adam, "optim updates nothing by adamw"),
+    NoEffect("adam_beta2", _not_adam, "optim updates nothing by adamw"),
+    NoEffect("adam_epsilon", _not_adam, "optim updates nothing by adamw"),
+    NoEffect("adafactor_epsilon", lambda a, t: a.optim != "adafactor", "optim is not adafactor"),
+    NoEffect("muon_momentum", lambda a, t: a.optim != "muon", "optim is not muon"),
+    NoEffect("parameter_groups", _groups_set_nothing, "no entry sets a learning_rate or a weight_decay"),
     NoEffect("validation_split", lambda a, t: bool(a.validation_data), "validation_data is given"),
     NoEffect("random_token_samples", lambda a, t: not _all_random(a, t), "train_data is not random-tokens"),
     NoEffect("tokenizer_name_or_path", _unused_tokenizer, "random-tokens has no text"),

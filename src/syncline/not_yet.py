@@ -22,16 +22,7 @@ class NotYet:
 
 
 NOT_YET = (
-    NotYet(
-        "sharding",
-        "stage1, stage2, stage3",
-        lambda a: "offload" not in a.sharding and bool(a.sharding),
-        Arrival.SHARDING,
-    ),
     NotYet("sharding", "with offload", lambda a: "offload" in a.sharding, Arrival.OFFLOAD),
-    NotYet(
-        "sharding_parallel_degree", "more than 1", lambda a: (a.sharding_parallel_degree or 1) > 1, Arrival.SHARDING
-    ),
     NotYet("tensor_parallel_degree", "more than 1", lambda a: a.tensor_parallel_degree > 1, Arrival.TENSOR),
     NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
     NotYet("virtual_pp_degree", "more than 1", lambda a: a.virtual_pp_degree > 1, Arrival.SCHEDULES),
@@ -41,7 +32,6 @@ NOT_YET = (
         lambda a: a.pipeline_schedule_mode not in ("1F1B", "FThenB"),
         Arrival.SCHEDULES,
     ),
-    NotYet("dtype", "float16 (fp16: true)", lambda a: a.dtype == "float16", Arrival.HALF),
     NotYet(
         "recompute_granularity", "full_attn, core_attn", lambda a: a.recompute_granularity != "full", Arrival.RECOMPUTE
     ),

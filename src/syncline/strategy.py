@@ -21,6 +21,17 @@ from syncline.no_effect import no_effect_warnings
 from syncline.not_yet import refuse_not_yet
 from syncline.topology import Topology
 
+OVERLAP_FLAGS = (
+    "enable_dp_comm_overlap",
+    "enable_sharding_comm_overlap",
+    "enable_stage1_overlap",
+    "enable_stage2_overlap",
+)
+"""Spellings of `overlap_gradient_reduction: true`."""
+
+WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "muon")
+"""These cannot update a slice of a parameter."""
+
 
 class SyncMoment(str, Enum):
     """When the gradients of one step are reduced across replicas."""
@@ -37,6 +48,41 @@ class Normalization(str, Enum):
     """The number of valid tokens in the global batch: the loss of one process on the whole batch."""
     MICRO_BATCH_MEAN = "micro_batch_mean"
     """The mean over micro-batches and replicas of each micro-batch's own mean, as some other tools compute it."""
+
+
+class Ownership(str, Enum):
+    """Who updates what, in the ranks of a sharding group."""
+
+    REPLICATED = "replicated"
+    """Every rank updates everything."""
+    TENSORS = "tensors"
+    """Every parameter has one owner, who updates all of it."""
+    SLICES = "slices"
+    """Every rank owns an equal slice of every bucket."""
+
+
+DIVIDING_AXES = ("sharding",)
+"""The axes whose ranks divide ownership."""
+
+
+class Sharding(str, Enum):
+    """What the ranks of a sharding group divide."""
+
+    NONE = "none"
+    STAGE1_TENSOR = "stage1 by tensors"
+    """Updates and optimizer state, by whole tensors."""
+    STAGE1_SLICE = "stage1 by slices"
+    """Updates and optimizer state, by flat slices."""
+    STAGE2 = "stage2"
+    """Reduced gradients too."""
+    STAGE3 = "stage3"
+    """Parameters too."""
+
+    @property
+    def ownership(self) -> Ownership:
+        if self is Sharding.NONE:
+            return Ownership.REPLICATED
+        return Ownership.TENSORS if self is Sharding.STAGE1_TENSOR else Ownership.SLICES
 
 
 class ShapeExchange(str, Enum):
@@ -68,12 +114,39 @@ class Strategy:
     """The dtype in which gradients accumulate (the main gradient)."""
     reduce_dtype: str = "float32"
     """The dtype on the wire."""
+    scales_loss: bool = False
+    """Losses are scaled up so that small gradients survive in float16, and an overflow skips the update."""
     bucket_bytes: int = 25 * 2**20
     """Upper bound of a bucket's gradient bytes; a larger single parameter gets a bucket of its own."""
+    sharding: Sharding = Sharding.NONE
+    """Effective where the topology has a sharding group of more than one rank."""
+    free_in_communication: bool = False
+    """A bucket's storage is freed once it is reduced, and the rank keeps the shard that it owns."""
+    overlap_gathers: bool = True
+    """Updated parameters travel behind the next forward. No meaning where parameters are gathered around their use."""
     shape_exchange: ShapeExchange = ShapeExchange.ONCE
     timers: bool = False
     warnings: tuple[str, ...] = ()
     """Sentences for the user: flags that have no effect here."""
+
+    @property
+    def ownership(self) -> Ownership:
+        return self.sharding.ownership if self.topology.sharding > 1 else Ownership.REPLICATED
+
+    @property
+    def shards(self) -> int:
+        """The ranks among which the ownership of a bucket is divided."""
+        return 1 if self.ownership is Ownership.REPLICATED else self.topology.sharding
+
+    @property
+    def divides_parameters(self) -> bool:
+        return self.sharding is Sharding.STAGE3 and self.shards > 1
+
+    @property
+    def frees_reduced_gradients(self) -> bool:
+        """Whether only shards of reduced gradients are kept."""
+        shards_only = self.sharding in (Sharding.STAGE2, Sharding.STAGE3)
+        return self.shards > 1 and (shards_only or self.free_in_communication)
 
 
 def resolve_strategy(arguments: TrainingArguments) -> Strategy:
@@ -83,6 +156,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     """
     refuse_not_yet(arguments)
     topology = _topology(arguments)
+    _refuse_slices_of_whole_tensors(arguments, topology)
     flags, flag_warnings = acting_flags(arguments, topology)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
     sync = _sync_moment(arguments)
@@ -92,14 +166,18 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         schedule=arguments.pipeline_schedule_mode,
         sync=sync,
         overlap=_overlap(arguments, sync),
-        average_in_collective="enable_allreduce_avg_in_gradient_scale" in flags,
+        average_in_collective=bool(flags & {"enable_allreduce_avg_in_gradient_scale", "use_reduce_avg"}),
         release_gradients=bool(_switched_on(arguments, "release_grads", "enable_release_grads")),
+        sharding=_sharding(arguments),
+        free_in_communication="free_grads_in_comm" in flags,
+        overlap_gathers=_overlap_gathers(arguments),
         delay_loss_scale="enable_delay_scale_loss" in flags,
         normalization=Normalization(arguments.gradient_normalization),
         parameter_dtype=parameter_dtype,
         gradient_dtype=gradient_dtype,
         reduce_dtype=reduce_dtype,
-        bucket_bytes=max(1, int(arguments.gradient_bucket_size_MB * 2**20)),
+        scales_loss=parameter_dtype == "float16",
+        bucket_bytes=_bucket_bytes(arguments),
         shape_exchange=_shape_exchange(flags),
         timers=bool(flags & {"enable_timer", "enable_profiling"}),
         warnings=(
@@ -114,9 +192,12 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
 def _topology(arguments: TrainingArguments) -> Topology:
     """The degrees; the data-parallel degree is what the others leave of the world when it is not given."""
     pp, tp, sep = arguments.pipeline_parallel_degree, arguments.tensor_parallel_degree, arguments.sep_parallel_degree
-    sharding = arguments.sharding_parallel_degree or 1
-    others = pp * tp * sep * sharding
     world = arguments.world_size or arguments.nproc_per_node
+    sharding = arguments.sharding_parallel_degree or 1
+    if arguments.sharding and arguments.sharding_parallel_degree is None and world:
+        # All replicas divide among themselves what sharding divides.
+        sharding = max(1, world // (pp * tp * sep * (arguments.data_parallel_degree or 1)))
+    others = pp * tp * sep * sharding
     dp = arguments.data_parallel_degree or (_data_parallel_degree(arguments, world, others) if world else 1)
     if world and dp * others != world:
         raise UserError(
@@ -149,7 +230,13 @@ def _world(arguments: TrainingArguments) -> str:
 
 def _degrees(arguments: TrainingArguments) -> str:
     """The degrees that were given, as they would be written."""
-    names = ("data_parallel_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "sep_parallel_degree")
+    names = (
+        "data_parallel_degree",
+        "sharding_parallel_degree",
+        "pipeline_parallel_degree",
+        "tensor_parallel_degree",
+        "sep_parallel_degree",
+    )
     given = [f"{name}={getattr(arguments, name)}" for name in names if (getattr(arguments, name) or 1) > 1]
     return ", ".join(given) or "data_parallel_degree=1"
 
@@ -157,13 +244,14 @@ def _degrees(arguments: TrainingArguments) -> str:
 def _dtypes(arguments: TrainingArguments) -> tuple[str, str, str]:
     """The dtypes of parameters, of main gradients, and of gradients on the wire."""
     parameters = arguments.dtype
-    if parameters == "bfloat16" and arguments.fp16_opt_level == "O1":
+    in_16_bits = parameters in ("bfloat16", "float16")
+    if in_16_bits and arguments.fp16_opt_level == "O1":
         raise UserError(
             "fp16_opt_level=O1",
-            "parameters are held in bfloat16 themselves; nothing is cast operation by operation",
+            f"parameters are held in {parameters} themselves; nothing is cast operation by operation",
             "Write fp16_opt_level: O2, or dtype: float32.",
         )
-    gradients = "float32" if parameters == "bfloat16" and arguments.amp_master_grad is not False else parameters
+    gradients = "float32" if in_16_bits and arguments.amp_master_grad is not False else parameters
     wire = arguments.gradient_reduce_dtype or gradients
     if wire == "float64" and gradients != "float64":
         raise UserError(
@@ -191,7 +279,8 @@ def _sync_moment(arguments: TrainingArguments) -> SyncMoment:
 
 def _overlap(arguments: TrainingArguments, sync: SyncMoment) -> bool:
     """Whether reductions start inside the backward: by default wherever there is a backward left to overlap."""
-    asked = _switched_on(arguments, "overlap_gradient_reduction", "enable_dp_comm_overlap")
+    spellings = [_switched_on(arguments, "overlap_gradient_reduction", flag) for flag in OVERLAP_FLAGS]
+    asked = next((spelling for spelling in spellings if spelling), "")
     if sync is not SyncMoment.AFTER_ACCUMULATION:
         return arguments.overlap_gradient_reduction is not False
     if asked:
@@ -202,6 +291,41 @@ def _overlap(arguments: TrainingArguments, sync: SyncMoment) -> bool:
             "Leave one of the two out; gradient_sync: last_micro_batch reduces as seldom and overlaps.",
         )
     return False
+
+
+def _sharding(arguments: TrainingArguments) -> Sharding:
+    if "stage3" in arguments.sharding:
+        return Sharding.STAGE3
+    if "stage2" in arguments.sharding:
+        return Sharding.STAGE2
+    if "stage1" not in arguments.sharding:
+        return Sharding.NONE
+    slices = "split_param" in arguments.sharding_parallel_config
+    return Sharding.STAGE1_SLICE if slices else Sharding.STAGE1_TENSOR
+
+
+def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topology) -> None:
+    divides_slices = topology.sharding > 1 and _sharding(arguments).ownership is Ownership.SLICES
+    if not divides_slices or arguments.optim not in WHOLE_TENSOR_OPTIMIZERS:
+        return
+    stage = " ".join(arguments.sharding)
+    flag = " with split_param" if "stage1" in arguments.sharding else ""
+    raise UserError(
+        f"optim={arguments.optim} and sharding={stage}{flag}",
+        f"{arguments.optim} looks at each parameter as a whole, and flat slices cut through parameters",
+        "Write sharding: stage1 without split_param, which divides by whole tensors, or optim: adamw.",
+    )
+
+
+def _overlap_gathers(arguments: TrainingArguments) -> bool:
+    for flag in ("enable_stage1_broadcast_overlap", "enable_stage1_allgather_overlap"):
+        _switched_on(arguments, "overlap_parameter_gather", flag)
+    return arguments.overlap_parameter_gather is not False
+
+
+def _bucket_bytes(arguments: TrainingArguments) -> int:
+    of_sharding = arguments.sharding_comm_buffer_size_MB if arguments.sharding else None
+    return max(1, int((of_sharding or arguments.gradient_bucket_size_MB) * 2**20))
 
 
 def _switched_on(arguments: TrainingArguments, key: str, flag: str) -> str:
@@ -228,6 +352,14 @@ def _warnings(
         yield (
             "Reducing after accumulation saves no reduction here: gradient_accumulation_steps is 1. "
             "It only ends the overlap of reductions with the backward."
+        )
+    keeps_shards = topology.sharding > 1 and _sharding(arguments) in (Sharding.STAGE2, Sharding.STAGE3)
+    by_default = not arguments.gradient_sync and sync is SyncMoment.LAST_MICRO_BATCH
+    if keeps_shards and by_default and arguments.gradient_accumulation_steps > 1:
+        yield (
+            "Whole gradients accumulate until the last micro-batch here, and only then become shards. Write "
+            "gradient_sync: every_micro_batch to hold shards only, for k times the bytes, or gradient_sync: "
+            "last_micro_batch to keep it so."
         )
     if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} <= flags:
         yield "enable_clear_every_step_cache has no effect here: disable_p2p_cache_shape sends every shape anyway."

@@ -39,11 +39,13 @@ def gradient_sentence(job: Job, result: StepResult) -> str:
 
 
 def _reductions(program: Program) -> str:
-    buckets = len(program.layout.buckets)
+    buckets = sum(not bucket.frozen for bucket in program.layout.buckets)
     found = [action for actions in program.ranks for action in actions if isinstance(action, ReduceGradients)]
     if not found:
         return f"no reduction: one replica, {buckets} buckets"
-    count = sum(reductions(program).values())
+    counts = reductions(program).values()
+    each = f"{min(counts)} each" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} each"
     where = "inside the backward" if found[0].during is not None else "behind the backward"
     how = {"avg": "averaged by the collective", "sum": "summed"}[found[0].op]
-    return f"{count} reductions per step of {buckets} buckets, {count // buckets} each, {where}, {how}"
+    whither = "" if found[0].kind == "all_reduce" else ", to their owners"
+    return f"{sum(counts)} reductions per step of {buckets} buckets, {each}, {where}, {how}{whither}"

@@ -68,17 +68,21 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def _to_line(record: StepMetrics) -> str:
-    values = {name: value if math.isfinite(value) else None for name, value in asdict(record).items()}
+    values = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(record).items()
+    }
     return json.dumps(values, allow_nan=False) + "\n"
 
 
 def _from_line(line: str, where: str) -> StepMetrics:
     try:
         written = json.loads(line)
-        values: dict[str, Any] = {name: math.nan if written[name] is None else written[name] for name in _NAMES}
+        values: dict[str, Any] = {name: written[name] for name in _NAMES if name in written}
+        values.update({name: math.nan for name, value in values.items() if value is None})
+        return StepMetrics(**values)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: not a record of a step ({error})") from error
-    return StepMetrics(**values)
 
 
 class TensorBoard(Callback):
@@ -100,8 +104,12 @@ class TensorBoard(Callback):
 
     def on_log(self, state: TrainState, control: TrainControl, *, record: StepMetrics, **details: Any) -> None:
         if self._writer is not None:
-            for name in _NAMES[1:]:
-                self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+            for name, value in list(asdict(record).items())[1:]:
+                if isinstance(value, dict):
+                    for group, each in value.items():
+                        self._writer.add_scalar(f"train/{name}/{group}", each, record.step)
+                else:
+                    self._writer.add_scalar(f"train/{name}", value, record.step)
 
     def on_evaluate(self, state: TrainState, control: TrainControl, *, evaluation: Evaluation, **details: Any) -> None:
         if self._writer is not None:

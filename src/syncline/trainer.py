@@ -123,9 +123,10 @@ class Trainer:
     def export(self) -> Path:
         """Write the model as a Hugging Face folder, each stage its share, and return the folder."""
         topology = self.job.strategy.topology
-        if topology.replica(self.rank) == 0:
-            save_stage_weights(self.folder.model, self.engine.stage, topology.pp)
-        dist.barrier()
+        with self.engine.worker.parameters.whole():
+            if topology.replica(self.rank) == 0:
+                save_stage_weights(self.folder.model, self.engine.stage, topology.pp)
+            dist.barrier()
         if self.rank == 0:
             finish_folder(self.folder.model, self.job.config, self.data.tokenizer, topology.pp)
             self._warn_of_another_tokenizer()
@@ -189,7 +190,7 @@ class Trainer:
         phases = result.clock.seconds()
         record = StepMetrics(
             step=unread.step,
-            loss=float("nan") if result.skipped else loss,
+            loss=float("nan") if result.tokens == 0 else loss,
             learning_rate=unread.learning_rate,
             grad_norm=norm,
             tokens=result.tokens,
@@ -202,6 +203,11 @@ class Trainer:
             gradient_bytes=result.peak_gradient_bytes,
             bytes_sent=result.bytes_sent,
             skipped=result.skipped,
+            gradient_bytes_held=result.held_gradient_bytes,
+            gathered_bytes=result.peak_gathered_bytes,
+            reductions=result.reductions,
+            bytes_sent_by_group=result.bytes_sent_by_group,
+            loss_scale=result.loss_scale,
         )
         self.last_result = result
         self.state.first_record = self.state.first_record or record

@@ -44,9 +44,48 @@ def test_specs_are_the_parameters_of_the_cut_stages_in_their_order(stages, tied)
         assert [(spec.name, spec.shape) for spec in found if spec.stage == stage] == list(expected.items())
     ties = {spec.name: spec.tied_to for spec in found if spec.tied_to}
     assert ties == ({"lm_head.weight": "model.embed_tokens.weight"} if tied and stages > 1 else {})
-    assert {spec.name for spec in found if not spec.decay} == {
+    assert {spec.rule for spec in found} == {0}
+
+
+def test_specs_have_the_rules_of_their_parameters_on_every_stage():
+    model = build_meta_model(tiny_config("qwen2", tied=True))
+    rules = {parameter: 0 if parameter.dim() >= 2 else 1 for parameter in model.parameters()}
+    rules[model.get_parameter("model.embed_tokens.weight")] = 2
+    found = specs(model, plan_split(model, 2), rules=rules)
+    assert {spec.name for spec in found if spec.rule == 1} == {
         name for name, parameter in model.named_parameters() if parameter.dim() < 2
     }
+    assert {spec.name for spec in found if spec.rule == 2} == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_specs_know_their_block_and_when_it_is_used(stages):
+    model = build_meta_model(tiny_config("llama"))
+    found = {spec.name: spec for spec in specs(model, plan_split(model, stages))}
+    uses = [("model.embed_tokens", 0), *((f"model.layers.{layer}", layer + 1) for layer in range(3)), ("lm_head", 5)]
+    for block, use in uses:
+        of_block = [spec for name, spec in found.items() if name.startswith(f"{block}.")]
+        assert of_block
+        assert {(spec.block, spec.first_use, spec.last_use) for spec in of_block} == {(block, use, use)}
+
+
+def test_specs_take_the_uses_that_they_are_given():
+    model = build_meta_model(tiny_config("llama"))
+    uses = {parameter: (place, place + 1) for place, parameter in enumerate(model.parameters())}
+    found = specs(model, plan_split(model, 1), uses=uses)
+    assert [(spec.first_use, spec.last_use) for spec in found] == [(n, n + 1) for n in range(len(found))]
+
+
+def test_a_tied_parameter_is_used_twice_on_one_stage_and_each_copy_once_on_two():
+    model = build_meta_model(tiny_config("llama", tied=True))
+    (both,) = (spec for spec in specs(model, plan_split(model, 1)) if "embed" in spec.name)
+    assert (both.first_use, both.last_use) == (0, 5)
+    copies = [
+        spec
+        for spec in specs(model, plan_split(model, 2))
+        if spec.name in ("model.embed_tokens.weight", "lm_head.weight")
+    ]
+    assert [(spec.stage, spec.first_use, spec.last_use) for spec in copies] == [(0, 0, 0), (1, 5, 5)]
 
 
 def test_freeze_takes_regular_expressions_and_both_copies_of_a_tie():

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from textwrap import dedent
-
 import pytest
 
+from syncline.program.passes.allocation import allocate_where_written
 from syncline.program.passes.average import average_in_collective
 from syncline.program.passes.delay_loss_scale import delay_loss_scale
 from syncline.program.passes.fold_scales import fold_scales
+from syncline.program.passes.loss_scaling import scale_losses_up
 from syncline.program.passes.normalization import micro_batch_mean, token_mean
 from syncline.program.passes.overlap import overlap_reductions
 from syncline.program.passes.release import release_gradients
 from syncline.program.passes.sync_moment import sync_after_accumulation, sync_last_micro_batch
 from syncline.program.passes.tied_weights import sum_tied_gradients
-from syncline.program.program import Program
 from syncline.program.text import listing
 from tests.program.examples import small_naive, small_scaled
-
-
-def assert_listing(program: Program, rank: int, expected: str) -> None:
-    assert listing(program, rank) == dedent(expected).strip().splitlines()
+from tests.program.listings import assert_listing
 
 
 def test_naive_step_reduces_every_bucket_after_every_backward():
@@ -352,7 +348,7 @@ def test_overlap_scales_only_after_the_wait():
 
 
 def test_release_allocates_at_the_first_gradient_and_frees_after_the_update():
-    program = release_gradients(small_naive())
+    program = allocate_where_written(release_gradients(small_naive()))
     assert_listing(
         program,
         0,
@@ -385,3 +381,67 @@ def test_a_tied_parameter_is_counted_once_in_the_norm():
     program = small_scaled(stages=2, tied=True)
     assert "clip gradients of buckets 0 over pp" in listing(program, 0)
     assert "clip gradients of buckets none over pp" in listing(program, 1)
+
+
+def test_scale_losses_up_scales_gradients_down_and_checks_the_norm():
+    before = sync_last_micro_batch(token_mean(small_naive(replicas=2, micro_batches=1)))
+    assert_listing(
+        scale_losses_up(before),
+        0,
+        """
+        count tokens over dp
+        forward 0
+        scale loss 0 by loss_scale*replicas/tokens
+        backward 0
+        reduce gradients 0 sum over dp
+        wait reduce 0
+        scale gradients 0 by 1/replicas
+        reduce gradients 1 sum over dp
+        wait reduce 1
+        scale gradients 1 by 1/replicas
+        scale gradients 0 by 1/loss_scale
+        scale gradients 1 by 1/loss_scale
+        clip gradients of buckets 0,1 over pp
+        check finite
+        optimizer step 0
+        zero gradients 0
+        optimizer step 1
+        zero gradients 1
+        reduce loss over world by 1/tokens
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("passes", "loss", "gradients"),
+    [
+        ((), "loss_scale*replicas/tokens", "1/(loss_scale*replicas)"),
+        ((delay_loss_scale,), "loss_scale", "1/(loss_scale*tokens)"),
+    ],
+    ids=["scaled loss", "delayed scale"],
+)
+def test_the_loss_scale_is_undone_in_the_optimizer_and_never_in_the_loss(passes, loss, gradients):
+    program = scale_losses_up(sync_last_micro_batch(token_mean(small_naive(replicas=2, micro_batches=1))))
+    for step in passes:
+        program = step(program)
+    assert_listing(
+        fold_scales(program),
+        1,
+        f"""
+        count tokens over dp
+        forward 0
+        scale loss 0 by {loss}
+        backward 0
+        reduce gradients 0 sum over dp
+        wait reduce 0
+        reduce gradients 1 sum over dp
+        wait reduce 1
+        clip gradients of buckets 0,1 over pp by {gradients}
+        check finite
+        optimizer step 0 by {gradients}
+        zero gradients 0
+        optimizer step 1 by {gradients}
+        zero gradients 1
+        reduce loss over world by 1/tokens
+        """,
+    )

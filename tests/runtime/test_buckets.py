@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from syncline.program.actions import Part
 from syncline.program.layout import ALIGNMENT, Bucket, ParameterSpec, lay_out
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
-from syncline.strategy import Strategy
+from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Presence, Storage
+from syncline.strategy import Ownership, Strategy
 from tests.stand_ins import Weights, exact, micro_batch_of, start_worker, tokens
 
 SHAPES = {"matrix": (5, 7), "wide": (3, 64), "scalar": ()}
@@ -21,9 +22,11 @@ def parameters_of(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
 
 
-def bucket_of(replicas: int = 1) -> Bucket:
-    specs = [ParameterSpec(name, shape, 0, decay=True) for name, shape in SHAPES.items()]
-    (bucket,) = lay_out(specs, bucket_bytes=1 << 20, gradient_itemsize=4, replicas=replicas).buckets
+def bucket_of(shards: int = 1) -> Bucket:
+    """One bucket, which divides into slices when there are several shards."""
+    specs = [ParameterSpec(name, shape, 0) for name, shape in SHAPES.items()]
+    ownership = Ownership.SLICES if shards > 1 else Ownership.REPLICATED
+    (bucket,) = lay_out(specs, bucket_bytes=1 << 20, gradient_itemsize=4, ownership=ownership, shards=shards).buckets
     return bucket
 
 
@@ -42,10 +45,10 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
-def test_every_bucket_divides_among_its_replicas(replicas):
-    assert bucket_of(replicas).numel % (ALIGNMENT * replicas) == 0
-    assert all(slot.offset % ALIGNMENT == 0 for slot in bucket_of(replicas).slots)
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_every_bucket_divides_among_its_shards(shards):
+    assert bucket_of(shards).numel % (ALIGNMENT * shards) == 0
+    assert all(slot.offset % ALIGNMENT == 0 for slot in bucket_of(shards).slots)
 
 
 def test_parameters_become_views_and_keep_their_values():
@@ -150,6 +153,154 @@ def test_nobody_touches_a_bucket_that_is_being_reduced():
             touch()
 
 
+# ---- Shards ----------------------------------------------------------------------------------------------------------
+
+
+SLICE = (ALIGNMENT, 3 * ALIGNMENT)
+"""A part of the bucket that begins and ends inside of parameters."""
+
+
+def sharded(*, keeps_shard: bool) -> tuple[GradientBucket, GradientMemory]:
+    bucket, memory = bucket_of(), GradientMemory()
+    flat = ParameterBucket(bucket, parameters_of(torch.float32), SLICE)
+    return GradientBucket(bucket, flat.parameters, torch.float32, memory, SLICE, keeps_shard=keeps_shard), memory
+
+
+def test_without_a_shard_the_owned_part_of_the_bucket_is_consumed():
+    gradients, _ = sharded(keeps_shard=False)
+    gradients.allocate()
+    gradients.flat.copy_(torch.arange(gradients.flat.numel()))
+    assert torch.equal(gradients.owned, torch.arange(*SLICE).float())
+    assert lies_in(gradients.consumed, gradients.flat)
+    assert torch.equal(gradients.consumed, gradients.owned)
+
+
+def test_a_shard_adds_up_the_owned_part_and_outlives_the_bucket():
+    gradients, _ = sharded(keeps_shard=True)
+    gradients.allocate(Part.SHARD)
+    for factor in (1.0, 10.0):
+        gradients.allocate()
+        gradients.flat.copy_(factor * torch.arange(gradients.flat.numel()))
+        gradients.accumulate_shard()
+        gradients.free()
+    assert torch.equal(gradients.consumed, 11.0 * torch.arange(*SLICE).float())
+    gradients.zero(Part.SHARD)
+    assert gradients.consumed.shape == (SLICE[1] - SLICE[0],)
+    assert (gradients.consumed == 0).all()
+
+
+def test_a_freed_shard_is_gone_and_comes_back_empty():
+    gradients, _ = sharded(keeps_shard=True)
+    gradients.allocate(Part.SHARD)
+    gradients.consumed.fill_(1.0)
+    storage = weakref.ref(gradients.consumed.untyped_storage())
+    gradients.free(Part.SHARD)
+    assert storage() is None
+    with pytest.raises(AssertionError, match="shard of bucket 0 has been released"):
+        _ = gradients.consumed
+    gradients.allocate(Part.SHARD)
+    assert (gradients.consumed == 0).all()
+    with pytest.raises(AssertionError):
+        gradients.allocate(Part.SHARD)
+
+
+def test_a_bucket_that_is_consumed_in_place_has_no_shard():
+    gradients, _ = sharded(keeps_shard=False)
+    with pytest.raises(AssertionError):
+        gradients.allocate(Part.SHARD)
+
+
+def test_memory_counts_shards_by_their_own_size():
+    gradients, memory = sharded(keeps_shard=True)
+    whole, part = gradients.bucket.numel * 4, (SLICE[1] - SLICE[0]) * 4
+    gradients.allocate(Part.SHARD)
+    assert memory.held == part
+    gradients.allocate()
+    gradients.free()
+    assert (memory.held, memory.peak) == (part, part + whole)
+    gradients.free(Part.SHARD)
+    assert memory.held == 0
+
+
+# ---- Divided parameters ----------------------------------------------------------------------------------------------
+
+
+def divided() -> tuple[ParameterBucket, dict[str, nn.Parameter], GradientMemory]:
+    parameters, memory = parameters_of(torch.float32), GradientMemory()
+    return ParameterBucket(bucket_of(), parameters, SLICE, memory, divided=True), parameters, memory
+
+
+def test_divided_parameters_begin_with_their_owned_part_only():
+    whole = ParameterBucket(bucket_of(), parameters_of(torch.float32)).flat
+    bucket, parameters, memory = divided()
+    assert bucket.presence is Presence.OWNED
+    assert bucket.flat.untyped_storage().nbytes() == 0
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in parameters.values())
+    assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == SHAPES
+    assert torch.equal(bucket.owned, whole[SLICE[0] : SLICE[1]])
+    assert memory.held == 0
+
+
+def test_restored_parameters_hold_the_owned_part_and_are_the_same_views():
+    bucket, parameters, memory = divided()
+    bucket.owned.fill_(7.0)
+    bucket.restore()
+    assert memory.held == bucket.flat.nbytes == bucket.bucket.numel * 4
+    assert (bucket.flat[SLICE[0] : SLICE[1]] == 7.0).all()
+    assert all(lies_in(parameter, bucket.flat) for parameter in parameters.values())
+    bucket.presence = Presence.WHOLE
+    bucket.flat[: SLICE[0]] = 5.0
+    assert parameters["scalar"] == 5.0
+    bucket.free()
+    assert memory.held == 0
+    assert bucket.flat.untyped_storage().nbytes() == 0
+    assert (bucket.owned == 7.0).all()
+
+
+def test_divided_parameters_are_not_freed_or_restored_out_of_turn():
+    bucket, _, _ = divided()
+    with pytest.raises(AssertionError):
+        bucket.free()
+    bucket.restore()
+    bucket.presence = Presence.GATHERING
+    with pytest.raises(AssertionError):
+        bucket.free()
+    with pytest.raises(AssertionError):
+        bucket.restore()
+
+
+def test_whole_parameters_are_owned_in_place():
+    bucket = ParameterBucket(bucket_of(), parameters_of(torch.float32), SLICE)
+    assert not bucket.divided
+    assert bucket.presence is Presence.WHOLE
+    assert lies_in(bucket.owned, bucket.flat)
+    with pytest.raises(AssertionError):
+        bucket.free()
+
+
+def test_a_backward_works_on_what_was_freed_and_restored():
+    """Autograd keeps the views that the forward has used, and finds the values there again."""
+    bucket, parameters, _ = divided()
+    plain = parameters_of(torch.float32)
+    input = torch.randn(2, 7, generator=torch.Generator().manual_seed(1))
+    whole = ParameterBucket(bucket_of(), parameters_of(torch.float32)).flat
+
+    def gather() -> None:
+        bucket.restore()
+        bucket.flat.copy_(whole)
+        bucket.presence = Presence.WHOLE
+
+    gather()
+    given, expected = input.clone().requires_grad_(), input.clone().requires_grad_()
+    output = (given @ parameters["matrix"].t()).square().sum()
+    bucket.free()
+    gather()
+    output.backward()
+    (expected @ plain["matrix"].t()).square().sum().backward()
+    assert torch.equal(gradient_of(parameters["matrix"]), gradient_of(plain["matrix"]))
+    torch.testing.assert_close(given.grad, expected.grad, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("release", [False, True])
 def test_between_steps_a_worker_holds_its_gradients_or_nothing(release):
     model = Weights(stages=(("a", "b", "unused"),))
@@ -159,7 +310,7 @@ def test_between_steps_a_worker_holds_its_gradients_or_nothing(release):
     for _ in range(3):
         result = worker.step(given, 0.1)
         assert result.peak_gradient_bytes == size
-        assert result.held_gradient_bytes == worker.memory.held == (0 if release else size)
-        for bucket in worker.gradients.values():
+        assert result.held_gradient_bytes == worker.gradients.memory.held == (0 if release else size)
+        for bucket in worker.gradients.buckets.values():
             for parameter in bucket.parameters:
                 assert (parameter.grad is None) == release

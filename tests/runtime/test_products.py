@@ -15,7 +15,7 @@ from syncline.program.actions import AllocateGradients, Backward
 from syncline.program.layout import ALIGNMENT, Bucket, Slot
 from syncline.runtime.buckets import GradientBucket, GradientMemory
 from syncline.runtime.products import accumulate_in_products
-from syncline.runtime.triggers import BackwardTriggers
+from syncline.runtime.triggers import GradientQueue
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Relative to the largest value of the gradient."""
@@ -161,8 +161,75 @@ def test_a_tied_embedding_and_head_add_to_one_gradient():
     tokens = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(3))
     for one in (plain, model):
         one(tokens).square().sum().backward()
-    assert len(products) == 1
+    assert len(products) == 2
     assert_close(gradients(model), gradients(plain), 1e-12)
+
+
+TOKENS = torch.tensor([[3, 1, 3, 0], [7, 3, 1, 0]])
+"""Some come several times, some never."""
+
+
+def embed(model: nn.Module, tokens: Tensor = TOKENS) -> None:
+    """Accumulates the gradients of a loss that depends on every output differently."""
+    output = model(tokens)
+    (output * torch.linspace(-1, 2, output.numel(), dtype=output.dtype).view(output.shape)).square().sum().backward()
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3, -1])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_an_embedding_adds_the_rows_of_its_tokens(dtype, padding):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 5, padding_idx=padding, dtype=dtype))
+    model, products = accumulating(plain)
+    place = gradients(model)["0.weight"].data_ptr()
+    for tokens in (TOKENS, TOKENS.flip(1) + 1):
+        embed(model, tokens)
+        embed(plain, tokens)
+    assert len(products) == 2
+    assert gradients(model)["0.weight"].data_ptr() == place
+    assert_close(gradients(model), gradients(plain), TOLERANCES[dtype])
+    assert (gradients(model)["0.weight"][6] == 0).all(), "a token that never comes"
+
+
+def test_a_gradient_of_an_embedding_has_the_same_bits_in_every_run():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 5))
+    found = []
+    for _ in range(2):
+        model, _ = accumulating(plain)
+        embed(model)
+        found.append(gradients(model)["0.weight"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_embeddings_that_do_more_than_look_up_are_left_to_autograd(options):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 5, dtype=torch.float64, **options))
+    forward = plain[0].forward
+    accumulate_in_products(plain, lambda parameter: pytest.fail("no product"), torch.float64)
+    assert plain[0].forward == forward
+
+
+def test_a_frozen_embedding_is_left_alone():
+    plain = Tied()
+    plain.embedding.weight.requires_grad_(False)
+    model, products = accumulating(plain)
+    assert not model(TOKENS).requires_grad
+    assert products == []
+
+
+def test_an_embedding_without_gradients_is_the_same():
+    plain = nn.Sequential(nn.Embedding(9, 5, padding_idx=0))
+    model, products = accumulating(plain)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert products == []
 
 
 def test_recomputed_layers_accumulate_once():
@@ -181,16 +248,16 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
     names = [name for name, _ in model.named_parameters()]
     slots = tuple(Slot(n, tuple(p.shape), ALIGNMENT * i) for i, (n, p) in enumerate(model.named_parameters()))
     bucket = GradientBucket(
-        Bucket(0, 0, slots, ALIGNMENT * len(slots), decay=True),
+        Bucket(0, 0, slots, ALIGNMENT * len(slots)),
         list(model.parameters()),
         torch.float64,
         GradientMemory(),
     )
-    triggers = BackwardTriggers(lambda action: bucket.allocate())
-    triggers.watch(bucket)
+    queue = GradientQueue(lambda action: bucket.allocate())
+    queue.watch(bucket)
 
     def main_gradient(parameter: Tensor) -> Tensor:
-        triggers.allocate_now(0)
+        queue.allocate_now(0)
         assert parameter.grad is not None
         return parameter.grad
 
@@ -202,9 +269,9 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
         )
     output = model(inputs((7, 6)))
     assert all(parameter.grad is None for parameter in model.parameters())
-    triggers.arm([AllocateGradients(0, during=Backward(0, 0))], {0: bucket})
+    queue.arm([AllocateGradients(0, during=Backward(0, 0))], {0: bucket})
     output.square().sum().backward()
-    triggers.finish()
+    queue.finish()
     plain(inputs((7, 6))).square().sum().backward()
     assert list(seen) == names[::-1]
     assert_close(seen, gradients(plain), 1e-12)

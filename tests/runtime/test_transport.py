@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.program.actions import ReceiveActivation, ReceiveGradient, SendActivation, SendGradient
-from syncline.runtime.collectives import CommunicationError, Traffic
+from syncline.runtime.collectives import Traffic
+from syncline.runtime.failures import CommunicationError
 from syncline.runtime.transport import Transport
 from syncline.strategy import ShapeExchange, Strategy
 from syncline.topology import Topology

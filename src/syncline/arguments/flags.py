@@ -22,7 +22,11 @@ class Need(Enum):
     NOTHING = "nothing"
     REPLICAS = "more than one data-parallel replica"
     STAGES = "pipeline_parallel_degree greater than 1"
-    SHARDING = "sharding"
+    SHARDING = "sharding among more than one rank"
+    STAGE1 = "sharding: stage1"
+    BY_TENSORS = "sharding: stage1 without split_param"
+    BY_SLICES = "sharding: stage1 with split_param"
+    STAGE2 = "sharding: stage2"
     SLICES = "tensor_parallel_degree greater than 1"
 
 
@@ -237,41 +241,106 @@ FLAGS = (
     ),
     # Sharding.
     Flag(
-        "enable_sharding_comm_overlap",
-        (PIPELINE, SHARDING),
-        "Overlap of sharding's reductions with the backward.",
-        needs=Need.SHARDING,
-        arrives=Arrival.SHARDING,
-        aliases=("sharding_comm_overlap",),
+        "split_param",
+        (SHARDING,),
+        "Stage 1 divides updates by flat slices, not by whole tensors.",
+        "reductions are reduce-scatters to slices, gathers are all-gathers; every rank steps on its slice of each "
+        "bucket",
+        "Perfect balance; half the bytes of an all-reduce before the step and half behind it. Optimizers that look at "
+        "whole tensors (adafactor, muon) need it off.",
+        Need.STAGE1,
     ),
     *(
-        Flag(name, (SHARDING,), meaning, needs=Need.SHARDING, arrives=Arrival.SHARDING, aliases=aliases)
-        for name, meaning, aliases in (
+        Flag(
+            name,
+            configs,
+            f"The same as overlap_gradient_reduction: true{where}.",
+            "as enable_dp_comm_overlap",
+            "As enable_dp_comm_overlap.",
+            needs,
+            aliases=aliases,
+        )
+        for name, configs, where, needs, aliases in (
             (
-                "enable_stage1_tensor_fusion",
-                "Stage 1 communicates whole buckets.",
-                ("tensor_fusion", "enable_tensor_fusion"),
+                "enable_sharding_comm_overlap",
+                (PIPELINE, SHARDING),
+                ", under any sharding",
+                Need.SHARDING,
+                ("sharding_comm_overlap",),
             ),
+            ("enable_stage1_overlap", (SHARDING,), ", in stage 1", Need.STAGE1, ("comm_overlap", "enable_overlap")),
+            ("enable_stage2_overlap", (SHARDING,), ", in stage 2", Need.STAGE2, ()),
+        )
+    ),
+    *(
+        Flag(
+            name,
+            (SHARDING,),
+            f"The same as overlap_parameter_gather: true, in stage 1 by {what}, and the default.",
+            "the WaitGathers move from the end of the step to each bucket's first use in the next forward",
+            "The gathers hide behind the next forward.",
+            needs,
+        )
+        for name, what, needs in (
+            ("enable_stage1_broadcast_overlap", "tensors", Need.BY_TENSORS),
+            ("enable_stage1_allgather_overlap", "slices", Need.BY_SLICES),
+        )
+    ),
+    Flag(
+        "free_grads_in_comm",
+        (SHARDING,),
+        "A bucket of gradients is freed once it is reduced; the rank keeps the shard that it owns.",
+        "AccumulateShard and FreeGradients behind each reduction, AllocateGradients before the next gradient",
+        "Between reduction and step a rank holds 1/n of the gradients; stages 2 and 3 always do it.",
+        Need.STAGE1,
+    ),
+    Flag(
+        "use_reduce_avg",
+        (SHARDING,),
+        "The same as enable_allreduce_avg_in_gradient_scale.",
+        "`sum` followed by a scale of 1/n becomes `avg`",
+        "As enable_allreduce_avg_in_gradient_scale.",
+        Need.SHARDING,
+    ),
+    *(
+        Flag(name, (SHARDING,), meaning, "none", needs=needs, no_effect=why, aliases=aliases)
+        for name, meaning, needs, why, aliases in (
             (
-                "enable_stage1_tensor_fusion_blanced_save_load",
-                "Checkpoints of fused optimizer state are balanced between ranks.",
+                "disable_stage1_reduce_avg",
+                "Stage 1 reduces by sum and scales.",
+                Need.STAGE1,
+                "sums are the default, and their scale is folded away",
                 (),
             ),
             (
-                "enable_stage1_overlap",
-                "Stage 1's reductions start inside the backward.",
-                ("comm_overlap", "enable_overlap"),
+                "enable_stage1_tensor_fusion",
+                "Stage 1 communicates whole buckets.",
+                Need.STAGE1,
+                "whole buckets are always communicated",
+                ("tensor_fusion", "enable_tensor_fusion"),
             ),
-            ("enable_stage2_overlap", "Stage 2's reductions start inside the backward.", ()),
-            ("enable_stage1_broadcast_overlap", "Parameters are broadcast during the next forward.", ()),
-            ("enable_stage1_allgather_overlap", "Parameter slices are gathered during the next forward.", ()),
-            ("split_param", "Stage 1 by flat slices, not by whole tensors.", ()),
-            ("disable_stage1_reduce_avg", "Stage 1 reduces by sum and scales.", ()),
-            ("use_reduce_avg", "Stage 1 reduces by average.", ()),
-            ("free_grads_in_comm", "A bucket is freed once its reduce-scatter has started.", ()),
-            ("fuse_optimizer", "One optimizer call for all slices.", ()),
-            ("enable_fuse_optimizer_states", "Optimizer state lives in fused buffers.", ()),
+            (
+                "fuse_optimizer",
+                "One optimizer call for many parameters.",
+                Need.SHARDING,
+                "a bucket is always updated by one fused call",
+                (),
+            ),
+            (
+                "enable_fuse_optimizer_states",
+                "Optimizer state lives in fused buffers.",
+                Need.SHARDING,
+                "optimizer state always lies in one buffer per bucket",
+                (),
+            ),
         )
+    ),
+    Flag(
+        "enable_stage1_tensor_fusion_blanced_save_load",
+        (SHARDING,),
+        "Checkpoints of fused optimizer state are balanced between ranks.",
+        needs=Need.SHARDING,
+        arrives=Arrival.CHECKPOINTS,
     ),
     # Tensor parallelism.
     *(

@@ -36,10 +36,6 @@ def _when_true(**keys: Any) -> Callable[[str, Any], dict[str, Any]]:
     return lambda name, value: dict(keys) if read_boolean(name, value) else {}
 
 
-def _half(name: str, value: Any) -> dict[str, Any]:
-    return {"dtype": "float16"} if read_boolean(name, value) else {}
-
-
 def _evaluation(name: str, value: Any) -> dict[str, Any]:
     if value is False or value == "no":
         return {"eval_steps": None}
@@ -70,7 +66,8 @@ def _is_fraction(value: Any) -> bool:
 
 TRANSLATIONS = {
     "bf16": Translation("`true` is dtype: bfloat16", _when_true(dtype="bfloat16")),
-    "fp16": Translation("`true` is dtype: float16, which arrives with fp16", _half),
+    "adafactor": Translation("`true` is optim: adafactor", _when_true(optim="adafactor")),
+    "fp16": Translation("`true` is dtype: float16", _when_true(dtype="float16")),
     "disable_tqdm": Translation("`true` is progress: plain", _when_true(progress="plain")),
     "use_cpu": Translation("`true` is device: cpu", _when_true(device="cpu")),
     "no_cuda": Translation("`true` is device: cpu", _when_true(device="cpu")),
@@ -85,7 +82,6 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "no", {}, [])
 
 REFUSALS = {
     "accelerator_config": Refusal(_OFF, "Syncline has no accelerator", "Leave it out."),
-    "adafactor": Refusal(_OFF, "adafactor is not offered", "Write optim: adamw."),
     "average_tokens_across_devices": Refusal(
         (None, True, 1, "true", "True"),
         "a device's own mean is not offered",
@@ -106,8 +102,8 @@ REFUSALS = {
     "decay_steps": Refusal(_OFF, "the learning rate falls until the last step", "Write max_steps."),
     "num_cycles": Refusal((None, 0.5), "a cosine schedule is half a wave", "Leave it out."),
     "offload_optim": Refusal(_OFF, "arrives with offloading", "Use recompute or enable_release_grads now."),
-    "optim_args": Refusal(_OFF, "the optimizer has flat keys", "Write adam_beta1, adam_beta2 and adam_epsilon."),
-    "optim_target_modules": Refusal(_OFF, "every trained parameter has one optimizer", "Write freeze_parameters."),
+    "optim_args": Refusal(_OFF, "the optimizer has flat keys", "Write adam_beta1, muon_momentum and so on."),
+    "optim_target_modules": Refusal(_OFF, "groups of parameters are chosen by name", "Write parameter_groups."),
     "parallelism_config": Refusal(_OFF, "degrees are flat keys", _USE_DEGREES),
     "refined_recompute": Refusal(_OFF, "arrives with selective recomputation", "Use recompute: true now."),
     "sequence_parallel_config": Refusal(
@@ -193,7 +189,7 @@ MEANINGLESS = {
     **_because(
         _PRECISION,
         "bf16_full_eval fp16_full_eval fp16_backend half_precision_backend amp_custom_black_list "
-        "amp_custom_white_list scale_loss tf32",
+        "amp_custom_white_list tf32",
     ),
     **_because(_DETERMINISM, "full_determinism"),
     **_because("experts are not divided among ranks", "expert_max_capacity expert_min_capacity"),

@@ -34,6 +34,16 @@ class GradientArguments:
         cost="Communication hides behind the backward, and competes with it for cores or multiprocessors.",
         default_text="true, except after accumulation",
     )
+    overlap_parameter_gather: bool | None = _option(
+        None,
+        "Under sharding, updated parameters travel behind the next forward, each bucket waited for at its first use. "
+        "The flags enable_stage1_broadcast_overlap and enable_stage1_allgather_overlap are other spellings of `true`. "
+        "Stage 3 gathers parameters around their use anyway.",
+        effect="`during` of a WaitGather names the next step's first forward; off, it stands behind the optimizer "
+        "steps",
+        cost="Communication hides behind the forward, and competes with it for cores or multiprocessors.",
+        default_text="true",
+    )
     release_grads: bool | None = _option(
         None,
         "Gradient storage is freed as soon as the optimizer has consumed it. The flag enable_release_grads is another "
@@ -58,6 +68,14 @@ class GradientArguments:
         choices=("float32", "bfloat16", "float64"),
         spellings={"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"},
         default_text="the main gradients' dtype",
+    )
+    scale_loss: float = _option(
+        32768.0,
+        "Under float16: by what losses are scaled up at first. The scale halves when a gradient overflows, which skips "
+        "the step, and doubles after 2000 steps without an overflow.",
+        effect="a factor of every ScaleLoss, undone in the optimizer steps; CheckFinite behind ClipGradients",
+        cost="Too small loses small gradients; too large costs a few skipped steps at the start.",
+        above=0,
     )
     gradient_bucket_size_MB: float = _option(
         25.0,

@@ -41,11 +41,12 @@ class ModelArguments:
     )
     dtype: str = _option(
         "float32",
-        "The dtype of parameters and activations. Under bfloat16 (`bf16: true` is another spelling) the optimizer "
-        "keeps float32 master weights. float64 is for proofs.",
+        "The dtype of parameters and activations. Under bfloat16 and float16 (`bf16: true` and `fp16: true` are other "
+        "spellings) the optimizer keeps float32 master weights; float16 scales losses up (scale_loss). float64 is for "
+        "proofs.",
         effect="the size of what is sent between stages; the default dtype of main gradients and of the wire",
-        cost="bfloat16 halves parameter and activation memory and is faster where the hardware has it, at 8 bits of "
-        "mantissa; float64 is several times slower.",
+        cost="16 bits halve parameter and activation memory and are faster where the hardware has them: bfloat16 at 8 "
+        "bits of mantissa, float16 at 11 with a range that overflows; float64 is several times slower.",
         choices=("float32", "bfloat16", "float64", "float16"),
         spellings={"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp16": "float16"},
         aliases=("torch_dtype",),
@@ -59,10 +60,10 @@ class ModelArguments:
     )
     amp_master_grad: bool | None = _option(
         None,
-        "Gradients accumulate in float32 although parameters are bfloat16.",
+        "Gradients accumulate in float32 although parameters have 16 bits.",
         effect="the main gradients, hence every bucket, are float32",
         cost="Two more bytes per parameter; without it small gradients vanish when k micro-batches are summed.",
-        default_text="true under bfloat16",
+        default_text="true under bfloat16 and float16",
     )
     attn_implementation: str | None = _option(
         None,

@@ -113,29 +113,31 @@ class ParallelismArguments:
     )
     sharding: tuple[str, ...] = _option(
         (),
-        "Replicas divide optimizer state (`stage1`), gradients (`stage2`) or parameters too (`stage3`). "
-        "Arrives with sharding.",
-        effect="all-reduces become reduce-scatters, and parameters are gathered",
-        cost="Memory divided by sharding_parallel_degree; stage 3 sends half as much again.",
+        "Replicas divide optimizer state (`stage1`; by whole tensors, or with the flag split_param by flat slices), "
+        "reduced gradients too (`stage2`), or parameters too (`stage3`).",
+        effect="all-reduces become reductions to owners, who step and whose parameters are gathered",
+        cost="What is divided takes 1/n of its memory. Stages 1 and 2 send what an all-reduce sends; stage 3 gathers "
+        "the parameters anew for every forward and backward.",
         parse=parse_sharding,
     )
     sharding_parallel_degree: int | None = _option(
         None,
-        "Ranks that divide what sharding divides. More than 1 arrives with sharding.",
-        effect="the group of the reduce-scatters",
+        "Ranks that divide what sharding divides; with fewer than there are replicas, the rest is data parallelism.",
+        effect="the group of the reductions to owners; across the rest owners all-reduce what they own",
         cost="Memory against the reach of its collectives.",
         minimum=1,
         unset=-1,
         aliases=("sharding_degree",),
         default_text="all replicas, under sharding",
     )
-    sharding_comm_buffer_size_MB: int = _option(
-        256,
-        "The largest bucket under sharding, in MiB.",
+    sharding_comm_buffer_size_MB: int | None = _option(
+        None,
+        "The largest bucket under sharding, in MiB of gradients.",
         effect="how many reduce-scatters and gathers there are",
         cost="As gradient_bucket_size_MB.",
         minimum=1,
         unset=-1,
+        default_text="gradient_bucket_size_MB",
     )
     hybrid_parallel_topo_order: str = _option(
         "pp_first",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from syncline.arguments.option import option
+from syncline.arguments.parameter_groups import parse_parameter_groups
 
 _option = partial(option, "Training")
 
@@ -65,10 +68,18 @@ class OptimizerArguments:
 
     optim: str = _option(
         "adamw",
-        "`adamw` (decoupled weight decay) or `sgd` (no momentum). Both run fused, bucket by bucket.",
+        "`adamw` (decoupled weight decay), `sgd` (no momentum), `adafactor` or `muon`. muon updates the matrices "
+        "inside the layers, a fused projection as one matrix; embeddings, the head, experts stored in one tensor, "
+        "biases and norms are updated by adamw with the run's settings. Its steps are scaled to the size of adamw's, "
+        "so that learning_rate and weight_decay mean the same. adafactor keeps no momentum; it moves a parameter by "
+        "min(learning_rate, 1/sqrt(step)) times the parameter's own root mean square (at least 0.001), so that a "
+        "learning_rate near 0.01 is usual.",
         effect="what an OptimizerStep does to its bucket",
-        cost="adamw keeps two more numbers per parameter; sgd keeps none.",
-        choices=("adamw", "sgd"),
+        cost="adamw keeps two more numbers per parameter, muon one, adafactor one per row and column, sgd none. adamw "
+        "and sgd run fused, one kernel per bucket with scaling and clipping inside; adafactor and muon run matrix by "
+        "matrix, after a pass that scales. Both look at whole matrices, so they divide among ranks by tensors only "
+        "(sharding: stage1).",
+        choices=("adamw", "sgd", "adafactor", "muon"),
         spellings={"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
     )
     learning_rate: float = _option(5e-5, "The peak learning rate.", cost="Free.", minimum=0)
@@ -94,9 +105,31 @@ class OptimizerArguments:
     weight_decay: float = _option(
         0.0, "Decoupled decay of matrices; biases and norms do not decay.", cost="Free.", minimum=0
     )
+    parameter_groups: tuple[Mapping[str, Any], ...] = _option(
+        (),
+        "Parameters with settings of their own: a list of mappings such as `{pattern: embed_tokens|lm_head, "
+        "learning_rate: 2e-5, weight_decay: 0.0}`. `pattern` is a regular expression, searched in parameter names; the "
+        "first entry that finds a parameter decides, a tied one under any of its names. `learning_rate` is the "
+        "entry's peak, and follows the run's schedule by the same factor. `weight_decay` applies to all that the "
+        "pattern finds, biases and norms included. What an entry leaves out is as in the run.",
+        effect="an OptimizerStep updates its bucket rule by rule",
+        cost="Parameters with equal settings are updated together; every other setting is one more part of the fused "
+        "call.",
+        parse=parse_parameter_groups,
+    )
     adam_beta1: float = _option(0.9, "Decay of adamw's first moment.", cost="Free.", minimum=0, below=1)
     adam_beta2: float = _option(0.999, "Decay of adamw's second moment.", cost="Free.", minimum=0, below=1)
     adam_epsilon: float = _option(1e-8, "Added to the root of adamw's second moment.", cost="Free.", minimum=0)
+    adafactor_epsilon: float = _option(
+        1e-15,
+        "The least root of adafactor's second moment, and the least mean of a matrix's second moment. PyTorch's own "
+        "default, 1.2e-7 in float32, would end the adaptation of matrices whose gradients are below about 1e-4.",
+        cost="Free.",
+        minimum=1e-19,
+    )
+    muon_momentum: float = _option(
+        0.95, "Decay of muon's momentum, which looks ahead as Nesterov's does.", cost="Free.", minimum=0, below=1
+    )
     max_grad_norm: float = _option(
         1.0,
         "The gradients are scaled down when their global norm is larger. 0: no clipping.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ def program(words: Sequence[str]) -> int:
     split = split_words(words, switches=("json",), valued=("rank", "html", "without"))
     arguments = load_arguments(require_config(split, "program"), split.overrides)
     from syncline.job import describe_job
+    from syncline.program.compare import compare
     from syncline.program.text import to_json, to_text
 
     job = describe_job(arguments)
@@ -36,7 +36,8 @@ def program(words: Sequence[str]) -> int:
         if "json" in split.options:
             print(json.dumps({"without": to_json(other.program), "with": to_json(job.program)}))
             return 0
-        print(_difference(to_text(other.program, ranks), to_text(job.program, ranks), split.options["without"]))
+        option = split.options["without"]
+        print(compare(other.program, job.program, (f"without {option}", f"with {option}"), ranks))
         return 0
     if "html" in split.options:
         _write_page(Path(split.options["html"]), arguments, job.program)
@@ -76,13 +77,6 @@ def _rank(text: str, world_size: int) -> int:
     if not text.isdecimal() or int(text) >= world_size:
         raise UserError(f"--rank {text}", f"ranks are 0 to {world_size - 1}", "Name one of them")
     return int(text)
-
-
-def _difference(before: str, after: str, option: str) -> str:
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), f"without {option}", f"with {option}", lineterm="", n=2
-    )
-    return "\n".join(lines) or f"{option} moves nothing in this program"
 
 
 def _write_page(path: Path, arguments: TrainingArguments, program: Program) -> None:

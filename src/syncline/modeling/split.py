@@ -6,7 +6,7 @@ the list of layers, and what comes after. Only its names and their order are use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from syncline.errors import UserError
 from syncline.modeling.freezing import frozen_parameters
+from syncline.modeling.order import Uses, block_of, uses_by_registration
 from syncline.modeling.passthrough import Injector, PassThrough
 from syncline.modeling.stage import Stage, TiedSource
 from syncline.program.layout import ParameterSpec
@@ -74,15 +75,27 @@ def plan_split(model: PreTrainedModel, stages: int) -> SplitPlan:
     return plan
 
 
-def specs(model: PreTrainedModel, plan: SplitPlan, freeze_parameters: Sequence[str] = ()) -> list[ParameterSpec]:
+def specs(
+    model: PreTrainedModel,
+    plan: SplitPlan,
+    freeze_parameters: Sequence[str] = (),
+    uses: Uses | None = None,
+    rules: Mapping[nn.Parameter, int] | None = None,
+) -> list[ParameterSpec]:
     """Every parameter of every stage, stage by stage, each in registration order.
 
     A parameter tied within one stage appears once, under its first name. One tied across stages appears on each of
-    them. `freeze_parameters` holds regular expressions, searched for in the global names.
+    them. `freeze_parameters` holds regular expressions, searched for in the global names; `uses` tells when a forward
+    of the whole model uses them, by default where they are registered; `rules` which update rule is theirs, by default
+    the first.
 
     Raises `UserError` for an expression that is invalid or matches nothing, and when nothing is left to be trained.
     """
     frozen = frozen_parameters(model, freeze_parameters)
+    uses = uses_by_registration(model) if uses is None else uses
+    holders: dict[nn.Parameter, set[int | None]] = {}
+    for name, parameter in _all_parameters(model):
+        holders.setdefault(parameter, set()).add(plan.stage_of(name))
     first_names: dict[nn.Parameter, str] = {}
     found = []
     for stage in range(plan.stages):
@@ -91,14 +104,20 @@ def specs(model: PreTrainedModel, plan: SplitPlan, freeze_parameters: Sequence[s
             if plan.stage_of(name) != stage or parameter in of_this_stage:
                 continue
             of_this_stage.add(parameter)
+            first_use, last_use = uses[parameter]
+            if len(holders[parameter]) > 1:  # Each copy is used once, on its own stage.
+                first_use = last_use = last_use if parameter in first_names else first_use
             found.append(
                 ParameterSpec(
                     name,
                     tuple(parameter.shape),
                     stage,
-                    decay=parameter.dim() >= 2,
+                    rule=rules[parameter] if rules is not None else 0,
                     tied_to=first_names.get(parameter),
                     frozen=parameter in frozen,
+                    block=block_of(name),
+                    first_use=first_use,
+                    last_use=last_use,
                 )
             )
             first_names.setdefault(parameter, name)

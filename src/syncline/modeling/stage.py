@@ -68,7 +68,7 @@ class Stage(nn.Module):
         `hidden` is what the previous stage returned, None on the first stage.
         """
         if self.is_last:
-            return token_loss_sum(self.logits(micro_batch, hidden), micro_batch.labels)
+            return token_loss_sum(self.logits(micro_batch, hidden), micro_batch.labels, consume_logits=True)
         base = self.model.base_model
         assert isinstance(base, PreTrainedModel)
         return self._run(base, micro_batch, hidden).last_hidden_state

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from fractions import Fraction
 
-from syncline.program.actions import Action, Backward
+from syncline.program.actions import Action, Backward, Forward, Part
 
 RULES = {
     1: "every receive has its send, in an order that cannot deadlock",
@@ -13,7 +14,7 @@ RULES = {
     3: "no read before its wait, no write between start and wait, no use after free, nothing leaked",
     4: "collectives are issued in the same order by every member of their group",
     5: "the product of all scales on a gradient's path is exactly the target",
-    6: "gradient storage by liveness peaks at what the program declares",
+    6: "storage of gradients and of gathered parameters by liveness peaks at what the program declares",
 }
 
 
@@ -28,21 +29,48 @@ class Violation(Exception):
 
 @dataclass(frozen=True)
 class Content:
-    """What a bucket holds of one micro-batch: its coefficient, and whether all replicas are in it."""
+    """What a gradient storage holds of one micro-batch: its coefficient, and over which axes it is reduced."""
 
     coefficient: Fraction
-    reduced: bool
+    axes: frozenset[str] = frozenset()
+    owned_only: bool = False
+    """Only in the part that the rank owns; the rest is worthless."""
+
+
+@dataclass
+class StorageState:
+    """The abstract storage of a bucket's gradients, or of a shard."""
+
+    live: bool
+    contents: dict[int, Content] = field(default_factory=dict)
 
 
 @dataclass
 class BucketState:
-    """The abstract storage of one bucket on one rank."""
+    """One bucket on one rank."""
 
-    live: bool
-    contents: dict[int, Content] = field(default_factory=dict)
+    parts: dict[Part, StorageState]
     in_flight: Collective | None = None
     copies_summed: bool = False
     consumed: bool = False
+
+    @property
+    def whole(self) -> StorageState:
+        return self.parts[Part.BUCKET]
+
+    @property
+    def read(self) -> StorageState:
+        """The storage from which the optimizer reads."""
+        return self.parts.get(Part.SHARD, self.whole)
+
+
+class Parameters(Enum):
+    """What a rank has of a bucket's parameters."""
+
+    CURRENT = "up to date"
+    OUTDATED = "behind what their owners have"
+    GATHERING = "on their way"
+    FREED = "freed but for the owned part"
 
 
 @dataclass(frozen=True)
@@ -53,6 +81,8 @@ class Collective:
     index: int
     action: Action
     snapshot: dict[int, Content]
+    channel: str = ""
+    """Collectives of different channels do not wait for one another."""
 
 
 @dataclass
@@ -67,11 +97,19 @@ class RankState:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     activations: set[tuple[int, int]] = field(default_factory=set)
     gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
-    issued: dict[tuple[int, ...], int] = field(default_factory=dict)
+    issued: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
     blocked_in: Collective | None = None
-    inside: list[Backward] = field(default_factory=list)
+    inside: list[Forward | Backward] = field(default_factory=list)
+    awaited_writes: dict[int, tuple[Backward, Fraction]] = field(default_factory=dict)
+    """The gradients of the running backward for buckets that it has yet to allocate."""
+    clipped: bool = False
+    looked_for_overflow: bool = False
+    parameters: dict[int, Parameters] = field(default_factory=dict)
+    gathers: dict[int, Collective] = field(default_factory=dict)
     held_bytes: int = 0
     peak_bytes: int = 0
+    gathered_bytes: int = 0
+    peak_gathered_bytes: int = 0
 
 
 class Blocked(Exception):

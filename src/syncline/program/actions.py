@@ -1,19 +1,29 @@
 """The vocabulary of a step: everything a rank may do between two optimizer steps, as frozen data.
 
-An action with a `during` names the backward inside which it happens as soon as it can: an allocation at the first
-gradient of its bucket, a reduction at the last one. It stands in the list right behind that backward, and has happened
-at the latest there: a bucket that some of its parameters never reach is allocated or reduced where the action stands.
-Reductions start in list order, whatever the order in which buckets fill, so every member of a group issues the same
-sequence.
+An action with a `during` names the forward or backward inside which it happens as soon as it can. It stands in the
+list behind that computation, and has happened at the latest there: a bucket that some of its parameters never reach is
+allocated, reduced or gathered where the action stands. What moves gradients (`Reduce...`, `WaitReduce` and what stands
+between them) keeps its order, and so does what moves parameters, whatever the order in which the model fills and uses
+buckets; so every member of a group issues the same sequence. Inside a computation
+
+- an allocation happens at the first gradient of its bucket;
+- a bucket's first reduction happens at its last gradient, and what moves gradients without an event of its own (waits,
+  frees, further reductions) when the next event that stands behind it comes;
+- a `WaitGather` happens at the first use of its bucket, and the gathers and frees behind it follow at once.
 
 `group` names the ranks that take part (see `program.program.Program.members`): axes joined by `+` (`dp`), `world`, or
 `tied:0,3` for the stages 0 and 3 of the same pipeline.
+
+Under sharding a rank *owns* a part of each bucket (see `program.layout`), and updates that part. The gradient of what
+it owns is read from the bucket itself, or from the *shard*: storage of the owned part's size in which the reduced
+gradients of several micro-batches add up.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, ClassVar
 
 from syncline.program.factors import ONE, Factor
@@ -30,9 +40,11 @@ class Action:
         document: dict[str, Any] = {"action": snake_case(type(self).__name__)}
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or value == ONE or value == "":
+            if value is None or value == ONE or value == "" or value is Part.BUCKET:
                 continue
-            if isinstance(value, Action):
+            if isinstance(value, Enum):
+                value = value.value
+            elif isinstance(value, Action):
                 value = value.to_json()
             elif isinstance(value, Factor):
                 value = str(value)
@@ -42,8 +54,28 @@ class Action:
         return document
 
 
+class Part(str, Enum):
+    """Which storage of a bucket's gradients is meant."""
+
+    BUCKET = "bucket"
+    """Of the whole bucket."""
+    SHARD = "shard"
+    """Of what the rank owns of it."""
+
+
 def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def happening_during(computation: Action, action: Action) -> Action:
+    """The action inside `computation`, if it is one that can be inside."""
+    return replace(action, **{"during": computation}) if hasattr(action, "during") else action
+
+
+def bucket_of(action: Action) -> int | None:
+    """The bucket that the action is about, if it is about one."""
+    bucket: int | None = getattr(action, "bucket", None)
+    return bucket
 
 
 # ---- Compute ---------------------------------------------------------------------------------------------------------
@@ -115,15 +147,21 @@ class ReceiveGradient(PointToPoint):
 
 @dataclass(frozen=True)
 class AllocateGradients(Action):
-    """Gives a bucket zeroed storage. A bucket without this action keeps its storage from step to step."""
+    """Gives a bucket, or its shard, zeroed storage. One without this action keeps its storage from step to step."""
 
     bucket: int
     during: Backward | None = None
+    part: Part = Part.BUCKET
 
 
 @dataclass(frozen=True)
 class ReduceGradients(Action):
-    """Starts a collective on a bucket and returns; nobody may touch the bucket until its `WaitReduce`."""
+    """Starts a collective on a bucket, in place, and returns; nobody may touch the bucket until its `WaitReduce`.
+
+    After an `all_reduce` every rank has the result. After a `reduce_scatter` each has that of its slice, after a
+    `reduce` the owner has it, and whatever else the bucket holds is worthless. A bucket of which only the owned part is
+    worth something is reduced in that part only.
+    """
 
     bucket: int
     group: str
@@ -135,10 +173,21 @@ class ReduceGradients(Action):
 @dataclass(frozen=True)
 class WaitReduce(Action):
     bucket: int
+    during: Backward | None = None
+
+
+@dataclass(frozen=True)
+class AccumulateShard(Action):
+    """Adds the owned, reduced part of a bucket to the shard."""
+
+    bucket: int
+    during: Backward | None = None
 
 
 @dataclass(frozen=True)
 class ScaleGradients(Action):
+    """Multiplies what the next reader reads: the shard where there is one, else the bucket."""
+
     bucket: int
     scale: Factor
 
@@ -154,14 +203,18 @@ class ReduceReplicated(Action):
 
 @dataclass(frozen=True)
 class ZeroGradients(Action):
-    """Clears a bucket's storage and keeps it."""
+    """Clears a bucket's, or a shard's, storage and keeps it."""
 
     bucket: int
+    during: Backward | None = None
+    part: Part = Part.BUCKET
 
 
 @dataclass(frozen=True)
 class FreeGradients(Action):
     bucket: int
+    during: Backward | None = None
+    part: Part = Part.BUCKET
 
 
 # ---- Decisions and updates -------------------------------------------------------------------------------------------
@@ -188,6 +241,11 @@ class ClipGradients(Action):
 
 
 @dataclass(frozen=True)
+class CheckFinite(Action):
+    """One global decision, read off the norm: unless it is finite no rank updates anything, and losses scale down."""
+
+
+@dataclass(frozen=True)
 class OptimizerStep(Action):
     """Updates what this rank owns of a bucket with its gradient times `scale` and the clipping factor, in one pass."""
 
@@ -201,3 +259,38 @@ class ReduceLoss(Action):
 
     group: str
     scale: Factor
+
+
+# ---- The life of divided parameters ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatherParameters(Action):
+    """Starts bringing a bucket's parameters from their owners, and returns; they may be used after its `WaitGather`.
+
+    Gives the bucket its parameter storage where that was freed.
+    """
+
+    bucket: int
+    group: str
+    kind: str = "all_gather"
+    """`all_gather` of slices, or `broadcast` from the owner."""
+    during: Forward | Backward | None = None
+
+
+@dataclass(frozen=True)
+class WaitGather(Action):
+    bucket: int
+    during: Forward | Backward | None = None
+
+
+@dataclass(frozen=True)
+class FreeParameters(Action):
+    """Drops all of a bucket's parameters but what this rank owns."""
+
+    bucket: int
+    during: Forward | Backward | None = None
+
+
+Compute = (Forward, Backward)
+"""What an action with a `during` may happen inside."""

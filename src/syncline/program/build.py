@@ -6,22 +6,28 @@ from collections.abc import Callable
 
 from syncline.program.costs import with_peaks
 from syncline.program.layout import ParameterLayout
+from syncline.program.passes.allocation import allocate_where_written
 from syncline.program.passes.average import average_in_collective
 from syncline.program.passes.delay_loss_scale import delay_loss_scale
+from syncline.program.passes.divide_parameters import gather_around_use
 from syncline.program.passes.fold_scales import fold_scales
+from syncline.program.passes.free_in_comm import free_in_communication, reduce_inside
+from syncline.program.passes.gather_overlap import gather_behind_forward
+from syncline.program.passes.loss_scaling import scale_losses_up
 from syncline.program.passes.normalization import micro_batch_mean, token_mean
 from syncline.program.passes.overlap import overlap_reductions
 from syncline.program.passes.release import release_gradients
+from syncline.program.passes.sharding import shard_updates, step_in_place
 from syncline.program.passes.sync_moment import sync_after_accumulation, sync_last_micro_batch
 from syncline.program.passes.tied_weights import sum_tied_gradients
 from syncline.program.program import Program, Sizes
 from syncline.program.schedules import SCHEDULES
-from syncline.program.schedules.naive import naive_program
+from syncline.program.schedules.naive import forward_program, naive_program
 from syncline.strategy import Normalization, Strategy, SyncMoment
 
 Pass = Callable[[Program], Program]
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_bytes: int) -> Program:
@@ -29,7 +35,7 @@ def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_byt
 
     `activation_bytes` is the size of one micro-batch's hidden states between two stages.
     """
-    sizes = Sizes(ITEMSIZE[strategy.gradient_dtype], ITEMSIZE[strategy.reduce_dtype], activation_bytes)
+    sizes = sizes_of(strategy, activation_bytes)
     schedule = SCHEDULES[strategy.schedule]
     program = naive_program(strategy.topology, layout, strategy.micro_batches, schedule, sizes)
     for step in passes(strategy):
@@ -37,29 +43,57 @@ def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_byt
     return with_peaks(program)
 
 
+def build_forward_program(
+    strategy: Strategy, layout: ParameterLayout, micro_batches: int, *, activation_bytes: int
+) -> Program:
+    """The program of `micro_batches` forwards through all stages, without an update."""
+    program = forward_program(strategy.topology, layout, micro_batches, sizes_of(strategy, activation_bytes))
+    return with_peaks(gather_around_use(program) if strategy.divides_parameters else program)
+
+
+def sizes_of(strategy: Strategy, activation_bytes: int) -> Sizes:
+    return Sizes(
+        gradient_itemsize=ITEMSIZE[strategy.gradient_dtype],
+        reduce_itemsize=ITEMSIZE[strategy.reduce_dtype],
+        parameter_itemsize=ITEMSIZE[strategy.parameter_dtype],
+        activation_bytes=activation_bytes,
+    )
+
+
 def passes(strategy: Strategy) -> list[Pass]:
     """The passes of a strategy in their order.
 
-    First what every gradient is worth, then when it is reduced; then scales are folded, so that no scale stands between
-    a reduction and the place to which the overlap moves its wait; last the storage, which depends on all that reads it.
+    First what every gradient is worth, who updates it, and when it is reduced; then scales are folded, so that no scale
+    stands between a reduction and the place to which the overlap moves its wait; then the storage, which depends on all
+    that reads it, and with it the overlap; last the parameters.
     """
-    assert not (strategy.overlap and strategy.sync is SyncMoment.AFTER_ACCUMULATION), "nothing is left to overlap with"
+    divides = strategy.shards > 1
+    frees = strategy.frees_reduced_gradients
+    every_micro_batch = strategy.sync is SyncMoment.EVERY_MICRO_BATCH and strategy.micro_batches > 1
+    after_accumulation = strategy.sync is SyncMoment.AFTER_ACCUMULATION
+    assert not (strategy.overlap and after_accumulation), "nothing is left to overlap with"
     normalization = {Normalization.TOKENS: token_mean, Normalization.MICRO_BATCH_MEAN: micro_batch_mean}
-    moments = {
-        SyncMoment.LAST_MICRO_BATCH: sync_last_micro_batch,
-        SyncMoment.AFTER_ACCUMULATION: sync_after_accumulation,
+    moments: dict[SyncMoment, list[Pass]] = {
+        SyncMoment.EVERY_MICRO_BATCH: [],
+        SyncMoment.LAST_MICRO_BATCH: [sync_last_micro_batch],
+        SyncMoment.AFTER_ACCUMULATION: [sync_after_accumulation],
     }
-    chosen: list[Pass] = [normalization[strategy.normalization]]
-    if strategy.sync in moments:
-        chosen.append(moments[strategy.sync])
-    if strategy.average_in_collective:
-        chosen.append(average_in_collective)
-    chosen.append(sum_tied_gradients)
-    if strategy.delay_loss_scale:
-        chosen.append(delay_loss_scale)
-    chosen.append(fold_scales)
-    if strategy.overlap:
-        chosen.append(overlap_reductions)
-    if strategy.release_gradients:
-        chosen.append(release_gradients)
-    return chosen
+    choices: list[tuple[bool, Pass]] = [
+        (True, normalization[strategy.normalization]),
+        (divides, shard_updates),
+        *((True, moment) for moment in moments[strategy.sync]),
+        (strategy.average_in_collective, average_in_collective),
+        (True, sum_tied_gradients),
+        (strategy.scales_loss, scale_losses_up),
+        (strategy.delay_loss_scale, delay_loss_scale),
+        (True, fold_scales),
+        (divides and not frees and not every_micro_batch, step_in_place),
+        (frees, free_in_communication),
+        (frees and not after_accumulation, reduce_inside),
+        (strategy.release_gradients, release_gradients),
+        (True, allocate_where_written),
+        (strategy.overlap, overlap_reductions),
+        (divides and strategy.overlap_gathers and not strategy.divides_parameters, gather_behind_forward),
+        (strategy.divides_parameters, gather_around_use),
+    ]
+    return [chosen for applies, chosen in choices if applies]

@@ -18,6 +18,8 @@ from syncline.program.actions import (
     CountTokens,
     Forward,
     FreeGradients,
+    FreeParameters,
+    GatherParameters,
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
@@ -27,6 +29,7 @@ from syncline.program.actions import (
     SendGradient,
 )
 from syncline.program.program import Program
+from syncline.strategy import Ownership
 
 SCALAR_BYTES = 8
 """Token counts, norms and losses travel as one 8-byte number each."""
@@ -35,14 +38,21 @@ BACKWARD_COST = 2.0
 """A backward's time in forwards: two matrix products for each of the forward's."""
 
 
-def wire_bytes(kind: str, members: int, payload: int) -> int:
-    """Bytes that each member sends for one collective on `payload` bytes, by the bandwidth-optimal (ring) algorithm.
+def wire_bytes(kind: str, members: int, payload: int, *, owner: bool = True) -> int:
+    """Bytes that one member sends for one collective on `payload` bytes, rounded up.
 
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). Rounded
-    up.
+    All-reduces are counted by the bandwidth-optimal (ring) algorithm. In a `reduce` to its owner every other member
+    sends its payload, and in a `broadcast` the owner sends it to every other member: as many owners as members make
+    these as balanced as the `reduce_scatter` and the `all_gather` of slices.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
     if members == 1:
         return 0
+    if kind == "reduce":
+        return 0 if owner else payload
+    if kind == "broadcast":
+        return (members - 1) * payload if owner else 0
     rounds = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}[kind]
     return -(-rounds * (members - 1) * payload // members)
 
@@ -52,44 +62,85 @@ def sent_bytes(program: Program, rank: int, action: Action) -> int:
     if isinstance(action, (SendActivation, SendGradient)):
         return program.sizes.activation_bytes
     if isinstance(action, ReduceGradients):
-        payload = program.bucket(action.bucket).numel * program.sizes.reduce_itemsize
-        return wire_bytes(action.kind, len(program.members(rank, action.group)), payload)
+        # What was reduced to its owners is reduced further in the owned part only.
+        start, stop = program.owned(rank, action.bucket)
+        divided = action.kind == "all_reduce" and program.layout.ownership is not Ownership.REPLICATED
+        numel = stop - start if divided else program.bucket(action.bucket).numel
+        return _collective_bytes(program, rank, action, numel * program.sizes.reduce_itemsize)
+    if isinstance(action, GatherParameters):
+        return _collective_bytes(program, rank, action, program.parameter_bytes(action.bucket))
     if isinstance(action, ReduceReplicated):
-        return wire_bytes("all_reduce", len(program.members(rank, action.group)), program.gradient_bytes(action.bucket))
+        start, stop = program.owned(rank, action.bucket)
+        payload = (stop - start) * program.sizes.gradient_itemsize
+        return wire_bytes("all_reduce", len(program.members(rank, action.group)), payload)
     if isinstance(action, (CountTokens, ClipGradients, ReduceLoss)):
         return wire_bytes("all_reduce", len(program.members(rank, action.group)), SCALAR_BYTES)
     return 0
+
+
+def _collective_bytes(program: Program, rank: int, action: ReduceGradients | GatherParameters, payload: int) -> int:
+    members = len(program.members(rank, action.group))
+    return wire_bytes(action.kind, members, payload, owner=program.owns(rank, action.bucket))
 
 
 def bytes_sent(program: Program, rank: int) -> int:
     return sum(sent_bytes(program, rank, action) for action in program.ranks[rank])
 
 
+def bytes_sent_by_group(program: Program, rank: int) -> dict[str, int]:
+    """Bytes that `rank` sends in each group, `pp` for what stages send each other."""
+    sent: Counter[str] = Counter()
+    for action in program.ranks[rank]:
+        # What stages send each other has no group.
+        sent[group_name(getattr(action, "group", "pp"))] += sent_bytes(program, rank, action)
+    return {group: count for group, count in sent.items() if count}
+
+
+def group_name(group: str) -> str:
+    """Under which name the traffic of a group is told: copies of tied weights belong to the pipeline."""
+    return "pp" if group.startswith("tied:") else group
+
+
 def peak_gradient_bytes(program: Program, rank: int) -> int:
-    """The largest sum of gradient storage alive at any moment of the step."""
+    """The largest sum of gradient storage alive at any moment of the step, shards included."""
     peak = held = gradient_bytes_between_steps(program, rank)
     for action in program.ranks[rank]:
         if isinstance(action, AllocateGradients):
-            held += program.gradient_bytes(action.bucket)
+            held += program.storage_bytes(rank, action.bucket, action.part)
             peak = max(peak, held)
         elif isinstance(action, FreeGradients):
-            held -= program.gradient_bytes(action.bucket)
+            held -= program.storage_bytes(rank, action.bucket, action.part)
+    return peak
+
+
+def peak_gathered_bytes(program: Program, rank: int) -> int:
+    """The largest sum of gathered parameters alive at any moment, where parameters are freed within the step."""
+    freed = {action.bucket for action in program.ranks[rank] if isinstance(action, FreeParameters)}
+    peak = held = 0
+    for action in program.ranks[rank]:
+        if isinstance(action, GatherParameters) and action.bucket in freed:
+            held += program.parameter_bytes(action.bucket)
+            peak = max(peak, held)
+        elif isinstance(action, FreeParameters):
+            held -= program.parameter_bytes(action.bucket)
     return peak
 
 
 def with_peaks(program: Program) -> Program:
-    """The program with its peak of gradient bytes written into it."""
-    peaks = tuple(peak_gradient_bytes(program, rank) for rank in range(program.topology.world_size))
-    return replace(program, peak_gradient_bytes=peaks)
+    """The program with its peaks of gradient bytes and of gathered parameters written into it."""
+    ranks = range(program.topology.world_size)
+    return replace(
+        program,
+        peak_gradient_bytes=tuple(peak_gradient_bytes(program, rank) for rank in ranks),
+        peak_gathered_bytes=tuple(peak_gathered_bytes(program, rank) for rank in ranks),
+    )
 
 
 def reductions(program: Program) -> Counter[int]:
-    """How often each bucket is reduced in one step; a collective is counted once, however many ranks take part."""
+    """How many reductions of each bucket one step takes, on the rank that takes part in most of them."""
     counts: Counter[int] = Counter()
-    for rank, actions in enumerate(program.ranks):
-        for action in actions:
-            if isinstance(action, ReduceGradients) and program.members(rank, action.group)[0] == rank:
-                counts[action.bucket] += 1
+    for actions in program.ranks:
+        counts |= Counter(action.bucket for action in actions if isinstance(action, ReduceGradients))
     return counts
 
 
@@ -139,7 +190,11 @@ def summary(program: Program) -> dict[str, Any]:
         "reductions_per_step": sum(counts.values()),
         "reductions_per_bucket": {bucket.id: counts[bucket.id] for bucket in program.layout.buckets},
         "bytes_sent_per_rank": [bytes_sent(program, rank) for rank in range(program.topology.world_size)],
+        "bytes_sent_by_group_per_rank": [
+            bytes_sent_by_group(program, rank) for rank in range(program.topology.world_size)
+        ],
         "peak_gradient_bytes_per_rank": list(program.peak_gradient_bytes),
+        "peak_gathered_bytes_per_rank": list(program.peak_gathered_bytes),
         "gradient_bytes_between_steps_per_rank": [
             gradient_bytes_between_steps(program, rank) for rank in range(program.topology.world_size)
         ],
@@ -148,6 +203,5 @@ def summary(program: Program) -> dict[str, Any]:
 
 
 def gradient_bytes_between_steps(program: Program, rank: int) -> int:
-    """Bytes of the buckets that keep their storage from step to step."""
-    released = program.released_buckets(rank)
-    return sum(program.gradient_bytes(bucket.id) for bucket in program.buckets(rank) if bucket.id not in released)
+    """Bytes of the buckets and shards that keep their storage from step to step."""
+    return sum(program.storage_bytes(rank, bucket, part) for bucket, part in program.kept_storages(rank))

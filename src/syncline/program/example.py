@@ -11,11 +11,18 @@ from syncline.topology import Topology
 
 def example_program(strategy: Strategy) -> Program:
     """The step of `strategy` for two layers of one matrix each, in two buckets; replicas and micro-batches are 2."""
-    replicas = strategy.topology.replicas
-    specs = [ParameterSpec(f"layers.{layer}.weight", (64, 64), 0, decay=True) for layer in range(2)]
-    layout = lay_out(specs, bucket_bytes=64 * 64 * 4, gradient_itemsize=4, replicas=replicas)
+    specs = [ParameterSpec(f"layers.{i}.weight", (64, 64), 0, first_use=i, last_use=i) for i in range(2)]
+    layout = lay_out(
+        specs,
+        bucket_bytes=64 * 64 * 4,
+        gradient_itemsize=4,
+        ownership=strategy.ownership,
+        shards=strategy.shards,
+        divide_parameters=strategy.divides_parameters,
+    )
     return build_program(strategy, layout, activation_bytes=0)
 
 
 def example_strategy(**decisions: object) -> Strategy:
-    return Strategy(topology=Topology(dp=2), micro_batches=2, **decisions)  # type: ignore[arg-type]
+    """Two replicas, two micro-batches, and what `decisions` say otherwise."""
+    return Strategy(**{"topology": Topology(dp=2), "micro_batches": 2, **decisions})  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Scale factors as exact products of named quantities, so that rule 5 can be proven and not merely measured.
 
 The quantities are `tokens` (valid tokens in the global batch), `micro_batch_tokens` (valid tokens in one micro-batch of
-one replica), `accumulation` (micro-batches per step, k) and `replicas` (ranks that average a gradient, n).
+one replica), `accumulation` (micro-batches per step, k), `replicas` (ranks that average a gradient, n) and `loss_scale`
+(by which losses are scaled up so that small gradients survive in float16).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-QUANTITIES = ("tokens", "micro_batch_tokens", "accumulation", "replicas")
+QUANTITIES = ("loss_scale", "tokens", "micro_batch_tokens", "accumulation", "replicas")
 
 Number = TypeVar("Number")
 

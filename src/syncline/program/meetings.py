@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from syncline.program.abstract_state import Blocked, Collective, Content, RankState, Violation
-from syncline.program.actions import Action, ReduceGradients, ReduceReplicated
+from syncline.program.actions import Action, GatherParameters, ReduceGradients, ReduceReplicated
 from syncline.program.program import Program
 
 
@@ -22,15 +22,16 @@ class Meetings:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self._meetings: dict[tuple[tuple[int, ...], str, int], Meeting] = {}
 
     def issue(self, rank: RankState, action: Action, snapshot: dict[int, Content]) -> Collective:
         """`rank` starts the next collective of the action's group, into which it puts `snapshot`."""
         group = self._program.members(rank.number, action.group)  # type: ignore[attr-defined]
-        index = rank.issued.get(group, 0)
-        rank.issued[group] = index + 1
-        collective = Collective(group, index, action, snapshot)
-        meeting = self._meetings.setdefault((group, index), Meeting(collective))
+        channel = "parameters" if isinstance(action, GatherParameters) else ""
+        index = rank.issued.get((group, channel), 0)
+        rank.issued[group, channel] = index + 1
+        collective = Collective(group, index, action, snapshot, channel)
+        meeting = self._meetings.setdefault((group, channel, index), Meeting(collective))
         meeting.arrived += 1
         if _signature(meeting.first.action) != _signature(action):
             what = f"another member of {group} issues {meeting.first.action} there"
@@ -39,24 +40,29 @@ class Meetings:
 
     def wait_for(self, collective: Collective) -> None:
         """Raises `Blocked` while a member has not come."""
-        if self._meetings[collective.group, collective.index].arrived < len(collective.group):
+        if self._of(collective).arrived < len(collective.group):
             raise Blocked
 
     def check_alike(self, rank: RankState, collective: Collective) -> None:
         """Members must put in the same micro-batches, reduced alike, at the same scale."""
-        first = self._meetings[collective.group, collective.index].first
+        first = self._of(collective).first
         if first.snapshot == collective.snapshot:
             return
-        mine, theirs = ({m: c.reduced for m, c in s.snapshot.items()} for s in (collective, first))
+        mine, theirs = ({m: (c.axes, c.owned_only) for m, c in s.snapshot.items()} for s in (collective, first))
         if mine != theirs:
             raise Violation(2, rank.number, collective.action, "members put in different micro-batches")
         raise Violation(5, rank.number, collective.action, "members put in gradients of different scales")
+
+    def _of(self, collective: Collective) -> Meeting:
+        return self._meetings[collective.group, collective.channel, collective.index]
 
 
 def _signature(action: Action) -> tuple[object, ...]:
     """What members of a group must agree on; copies of a tied parameter lie in buckets of different numbers."""
     if isinstance(action, ReduceGradients):
         return (type(action), action.bucket, action.op, action.kind)
+    if isinstance(action, GatherParameters):
+        return (type(action), action.bucket, action.kind)
     if isinstance(action, ReduceReplicated):
         return (type(action), action.what)
     return (type(action), getattr(action, "scale", None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from syncline.program.actions import Action, AllocateGradients
+from syncline.program.actions import AccumulateShard, Action, AllocateGradients, Part
 from syncline.program.factors import Factor
 from syncline.program.layout import Bucket, ParameterLayout
 from syncline.topology import AXES, Topology
@@ -24,6 +24,7 @@ class Sizes:
 
     gradient_itemsize: int = 4
     reduce_itemsize: int = 4
+    parameter_itemsize: int = 4
     activation_bytes: int = 0
     """One micro-batch's hidden states between two stages; its gradient has the same size."""
 
@@ -41,6 +42,8 @@ class Program:
     ranks: tuple[tuple[Action, ...], ...]
     peak_gradient_bytes: tuple[int, ...] = ()
     """Per rank, by liveness; filled in by the builder once the last pass has run, and checked by the verifier."""
+    peak_gathered_bytes: tuple[int, ...] = ()
+    """The same for the parameters that are gathered from others and freed again."""
 
     def stage(self, rank: int) -> int:
         return self.topology.stage(rank)
@@ -50,14 +53,36 @@ class Program:
         return self.topology.pp - 1
 
     def buckets(self, rank: int) -> tuple[Bucket, ...]:
-        """The buckets that `rank` holds."""
+        """The buckets of gradients that `rank` holds."""
         return self.layout.of_stage(self.stage(rank))
+
+    def parameter_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The buckets of parameters that `rank` holds: with those that are frozen, where parameters are divided."""
+        return self.layout.all_of_stage(self.stage(rank))
 
     def bucket(self, id: int) -> Bucket:
         return self.layout.buckets[id]
 
+    def owned(self, rank: int, bucket: int) -> tuple[int, int]:
+        """From where up to where, in elements, `rank` owns the bucket; empty when it owns nothing of it."""
+        return self.layout.owned(bucket, self.topology.coordinate(rank)["sharding"])
+
+    def owns(self, rank: int, bucket: int) -> bool:
+        start, stop = self.owned(rank, bucket)
+        return stop > start
+
     def gradient_bytes(self, bucket: int) -> int:
         return self.layout.buckets[bucket].numel * self.sizes.gradient_itemsize
+
+    def storage_bytes(self, rank: int, bucket: int, part: Part) -> int:
+        """Bytes of a bucket's gradient storage on `rank`, or of its shard's."""
+        if part is Part.BUCKET:
+            return self.gradient_bytes(bucket)
+        start, stop = self.owned(rank, bucket)
+        return (stop - start) * self.sizes.gradient_itemsize
+
+    def parameter_bytes(self, bucket: int) -> int:
+        return self.layout.buckets[bucket].numel * self.sizes.parameter_itemsize
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """The global ranks, ascending, of the group of that name in which `rank` is."""
@@ -70,9 +95,19 @@ class Program:
         assert set(axes) <= set(AXES), f"unknown group {group}"
         return self.topology.group(rank, axes)
 
-    def released_buckets(self, rank: int) -> frozenset[int]:
-        """The buckets that get their storage within the step, and so hold none between steps."""
-        return frozenset(a.bucket for a in self.ranks[rank] if isinstance(a, AllocateGradients))
+    def storages(self, rank: int) -> frozenset[tuple[int, Part]]:
+        """The gradient storages of which `rank`'s actions make use."""
+        whole = {(bucket.id, Part.BUCKET) for bucket in self.buckets(rank)}
+        return frozenset(whole | {(a.bucket, Part.SHARD) for a in self.ranks[rank] if isinstance(a, AccumulateShard)})
+
+    def kept_storages(self, rank: int) -> frozenset[tuple[int, Part]]:
+        """Those that no action allocates: they live from step to step."""
+        allocated = {(a.bucket, a.part) for a in self.ranks[rank] if isinstance(a, AllocateGradients)}
+        return self.storages(rank) - allocated
+
+    def shards_of(self, rank: int) -> frozenset[int]:
+        """The buckets whose gradient the optimizer reads from their shard."""
+        return frozenset(bucket for bucket, part in self.storages(rank) if part is Part.SHARD)
 
     def map_ranks(self, change: Callable[[int, Sequence[Action]], Sequence[Action]]) -> Program:
         """The program in which each rank's actions are `change(rank, actions)`."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from syncline.program.actions import (
     Action,
-    AllocateGradients,
     ClipGradients,
+    GatherParameters,
     OptimizerStep,
+    Part,
     PointToPoint,
     ReduceGradients,
     ReduceReplicated,
@@ -19,6 +20,7 @@ from syncline.program.actions import (
 )
 from syncline.program.costs import summary
 from syncline.program.program import Program
+from syncline.strategy import Ownership
 
 
 def line(action: Action) -> str:
@@ -32,11 +34,12 @@ def line(action: Action) -> str:
     if isinstance(action, ScaleGradients):
         return f"{name} {action.bucket} by {action.scale}"
     if isinstance(action, ReduceGradients):
-        return f"{name} {action.bucket} {action.op} over {action.group}{_during(action.during)}"
+        how = "" if action.kind == "all_reduce" else f" by {action.kind.replace('_', '-')}"
+        return f"{name} {action.bucket} {action.op} over {action.group}{how}{_during(action)}"
+    if isinstance(action, GatherParameters):
+        return f"{name} {action.bucket} over {action.group} by {action.kind.replace('_', '-')}{_during(action)}"
     if isinstance(action, ReduceReplicated):
         return f"{name} {action.bucket} sum over {action.group} ({action.what})"
-    if isinstance(action, AllocateGradients):
-        return f"{name} {action.bucket}{_during(action.during)}"
     if isinstance(action, ClipGradients):
         return (
             f"{name} of buckets {','.join(map(str, action.buckets)) or 'none'} over {action.group}{_by(action.scale)}"
@@ -46,16 +49,20 @@ def line(action: Action) -> str:
     if hasattr(action, "micro_batch"):
         return f"{name} {action.micro_batch}"
     if hasattr(action, "bucket"):
-        return f"{name} {action.bucket}"
-    return f"{name} over {action.group}{_by(getattr(action, 'scale', None))}"  # type: ignore[attr-defined]
+        part = " shard" if getattr(action, "part", Part.BUCKET) is Part.SHARD else ""
+        return f"{name} {action.bucket}{part}{_during(action)}"
+    if not hasattr(action, "group"):
+        return name
+    return f"{name} over {action.group}{_by(getattr(action, 'scale', None))}"
 
 
 def _by(scale: object) -> str:
     return f" by {scale}" if scale else ""
 
 
-def _during(backward: Any) -> str:
-    return f" during backward {backward.micro_batch}" if backward is not None else ""
+def _during(action: Action) -> str:
+    during = getattr(action, "during", None)
+    return f" during {line(during)}" if during is not None else ""
 
 
 def listing(program: Program, rank: int) -> list[str]:
@@ -66,40 +73,60 @@ def listing(program: Program, rank: int) -> list[str]:
 def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
     """The whole program: degrees, buckets, each rank's actions, the summary.
 
-    Ranks that hold the same stage do the same but for their peers; unless `ranks` names some, one of each stage is
-    shown.
+    Ranks that hold the same stage, and own the same of it where whole buckets have owners, do the same but for their
+    peers; unless `ranks` names some, one of each kind is shown.
     """
-    shown = list(ranks) if ranks is not None else [program.topology.rank(pp=s) for s in range(program.topology.pp)]
+    kinds = kinds_of_ranks(program)
+    shown = list(ranks) if ranks is not None else [alike[0] for alike in kinds]
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in program.topology.degrees.items() if degree > 1)
     parts = [
         f"{program.topology.world_size} ranks ({degrees or 'no parallelism'}), {program.micro_batches} micro-batches"
     ]
-    parts += ["", *_bucket_table(program)]
+    parts += ["", *bucket_table(program)]
     for rank in shown:
-        alike = [other for other in range(program.topology.world_size) if program.stage(other) == program.stage(rank)]
+        alike = next(alike for alike in kinds if rank in alike)
         peers = f", as every rank of {alike}" if ranks is None and len(alike) > 1 else ""
         parts += ["", f"rank {rank}, stage {program.stage(rank)}{peers}"]
         parts += [f"  {text}" for text in listing(program, rank)]
-    parts += ["", *_summary_lines(program)]
+    parts += ["", *summary_lines(program)]
     return "\n".join(parts)
 
 
-def _bucket_table(program: Program) -> list[str]:
+def kinds_of_ranks(program: Program) -> list[list[int]]:
+    """The ranks, those together that do the same but for their peers."""
+    by_tensors = program.layout.ownership is Ownership.TENSORS
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for rank in range(program.topology.world_size):
+        shard = program.topology.coordinate(rank)["sharding"] if by_tensors else 0
+        kinds.setdefault((program.stage(rank), shard), []).append(rank)
+    return list(kinds.values())
+
+
+def bucket_table(program: Program) -> list[str]:
+    """The buckets, a line each below the headings."""
     rows = ["bucket  stage  parameters  elements      bytes"]
     for bucket in program.layout.buckets:
         size = program.gradient_bytes(bucket.id)
         row = f"{bucket.id:>6}  {bucket.stage:>5}  {len(bucket.slots):>10}  {bucket.numel:>8}  {size:>9}"
-        rows.append(row + (f"  tied: {bucket.tie}" if bucket.tie else ""))
+        row += f"  tied: {bucket.tie}" if bucket.tie else ""
+        row += f"  owner: {bucket.owner}" if bucket.owner is not None else ""
+        rows.append(row + ("  frozen" if bucket.frozen else ""))
     return rows
 
 
-def _summary_lines(program: Program) -> list[str]:
+def summary_lines(program: Program) -> list[str]:
+    """The figures of a program, a line each."""
     figures = summary(program)
     return [
         f"reductions per step            {figures['reductions_per_step']}"
         + f"  (each bucket: {_compact(list(figures['reductions_per_bucket'].values()))})",
         f"bytes sent per rank            {_compact(figures['bytes_sent_per_rank'])}",
         f"peak gradient bytes per rank   {_compact(figures['peak_gradient_bytes_per_rank'])}",
+        *(
+            [f"peak gathered bytes per rank   {_compact(figures['peak_gathered_bytes_per_rank'])}"]
+            if any(figures["peak_gathered_bytes_per_rank"])
+            else []
+        ),
         f"gradient bytes between steps   {_compact(figures['gradient_bytes_between_steps_per_rank'])}",
         f"bubble fraction                {figures['bubble_fraction']:.3f}",
     ]
@@ -123,7 +150,8 @@ def to_json(program: Program) -> dict[str, Any]:
                 "numel": bucket.numel,
                 "bytes": program.gradient_bytes(bucket.id),
                 "parameters": [slot.name for slot in bucket.slots],
-                "decay": bucket.decay,
+                "owner": bucket.owner,
+                "frozen": bucket.frozen,
                 "tied_stages": list(bucket.tie_stages),
             }
             for bucket in program.layout.buckets

@@ -7,16 +7,21 @@ from html import escape
 
 from syncline.arguments import TrainingArguments, resolved_yaml
 from syncline.program.actions import (
+    AccumulateShard,
     Action,
     AllocateGradients,
     Backward,
+    CheckFinite,
     ClipGradients,
     Forward,
     FreeGradients,
+    FreeParameters,
+    GatherParameters,
     OptimizerStep,
     PointToPoint,
     ReduceGradients,
     ReduceReplicated,
+    WaitGather,
     WaitReduce,
 )
 from syncline.program.program import Program
@@ -27,8 +32,9 @@ KINDS: dict[str, tuple[type[Action], ...]] = {
     "backward": (Backward,),
     "message": (PointToPoint,),
     "reduction": (ReduceGradients, WaitReduce, ReduceReplicated),
-    "memory": (AllocateGradients, FreeGradients),
-    "update": (ClipGradients, OptimizerStep),
+    "gather": (GatherParameters, WaitGather),
+    "memory": (AllocateGradients, FreeGradients, AccumulateShard, FreeParameters),
+    "update": (ClipGradients, CheckFinite, OptimizerStep),
 }
 """The colours of the page; everything else is grey."""
 
@@ -42,6 +48,7 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
 .inside { margin-left: 1.2rem; }
 .forward { border-color: #3b82f6; background: #3b82f61c; } .backward { border-color: #f97316; background: #f973161c; }
 .message { border-color: #a3a3a3; } .reduction { border-color: #16a34a; background: #16a34a1c; }
+.gather { border-color: #0891b2; background: #0891b21c; }
 .memory { border-color: #a855f7; background: #a855f71c; } .update { border-color: #dc2626; background: #dc26261c; }
 .legend span { display: inline-block; margin-right: .6rem; }
 pre { overflow-x: auto; background: #8881; padding: .8rem; }

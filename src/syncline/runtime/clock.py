@@ -7,6 +7,8 @@ between phases and read when the step is reported, by which time they have passe
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -34,6 +36,10 @@ class ActionTime:
 class Clock(Protocol):
     """Marks the phases of one step."""
 
+    @property
+    def phase(self) -> Phase | None:
+        """To what time belongs now."""
+
     def enter(self, phase: Phase | None) -> None:
         """From now on time belongs to `phase`; None ends the step."""
 
@@ -46,16 +52,16 @@ class HostClock:
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(Phase, 0.0)
-        self._phase: Phase | None = None
+        self.phase: Phase | None = None
         self._since = 0.0
 
     def enter(self, phase: Phase | None) -> None:
-        if phase is self._phase:
+        if phase is self.phase:
             return
         now = time.perf_counter()
-        if self._phase is not None:
-            self._spent[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        if self.phase is not None:
+            self._spent[self.phase] += now - self._since
+        self.phase, self._since = phase, now
 
     def seconds(self) -> dict[Phase, float]:
         return dict(self._spent)
@@ -66,6 +72,10 @@ class EventClock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[Phase | None, torch.cuda.Event]] = []
+
+    @property
+    def phase(self) -> Phase | None:
+        return self._marks[-1][0] if self._marks else None
 
     def enter(self, phase: Phase | None) -> None:
         if self._marks and self._marks[-1][0] is phase:
@@ -82,6 +92,18 @@ class EventClock:
             if phase is not None:
                 spent[phase] += start.elapsed_time(end) / 1000.0
         return spent
+
+
+@contextmanager
+def waiting(clock: Clock | None) -> Iterator[None]:
+    """Time within belongs to waiting for others, if a step is being timed."""
+    phase = clock.phase if clock is not None else None
+    if clock is None or phase is None:
+        yield
+        return
+    clock.enter(Phase.REDUCE_WAIT)
+    yield
+    clock.enter(phase)
 
 
 def clock_for(device: torch.device) -> Clock:

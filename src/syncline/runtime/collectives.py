@@ -6,6 +6,7 @@ for; NCCL's own watchdog ends a process whose device waits too long.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,98 +15,147 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.program.costs import wire_bytes
+from syncline.program.actions import Action, GatherParameters, ReduceGradients
+from syncline.program.costs import group_name, wire_bytes
 from syncline.program.program import Program
+from syncline.runtime.buckets import GradientBucket, ParameterBucket
+from syncline.runtime.exchange import (
+    OPERATIONS,
+    Peers,
+    Pending,
+    start_all_gather,
+    start_broadcast,
+    start_reduce,
+    start_reduce_scatter,
+)
 
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-
-
-class CommunicationError(RuntimeError):
-    """A collective or message did not complete: a peer died, or the timeout passed."""
-
-
-@contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    """Turn a backend's failure into one that says what was waited for."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(f"rank {dist.get_rank()} waited for {what}, which did not come: {error}") from error
+SHARED, REDUCTIONS, PARAMETERS = "shared", "reductions", "parameters"
+"""Communicators over the same ranks: what travels on one of them never waits for what travels on another."""
 
 
 class Traffic:
-    """Bytes that this rank has sent since the last restart."""
+    """What this rank has sent, and how many gradient reductions it took part in, since the last restart."""
 
     def __init__(self) -> None:
-        self.sent = 0
+        self.by_group: Counter[str] = Counter()
+        """Bytes by group name; messages between stages are `pp`."""
+        self.reductions = 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes in all."""
+        return self.by_group.total()
 
     def restart(self) -> None:
-        self.sent = 0
+        self.by_group.clear()
+        self.reductions = 0
 
-
-class Pending:
-    """A started reduction; `wait` returns once its result may be read."""
-
-    def __init__(self, work: dist.Work | None, what: str, source: Tensor, wire: Tensor) -> None:
-        self._work = work
-        self._what = what
-        self._source = source
-        self._wire = wire
-
-    def wait(self) -> None:
-        if self._work is not None:
-            with waiting_for(self._what):
-                self._work.wait()
-        if self._wire is not self._source:
-            self._source.copy_(self._wire)
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent within is counted from zero, and forgotten behind it."""
+        before, reductions = self.by_group, self.reductions
+        self.by_group, self.reductions = Counter(), 0
+        yield
+        self.by_group, self.reductions = before, reductions
 
 
 class Collectives:
-    """The process groups that a program names, created once, in the same order on every rank."""
+    """The process groups that programs name, created once, in the same order on every rank."""
 
     def __init__(self, programs: Iterable[Program], rank: int, reduce_dtype: torch.dtype, timeout: timedelta) -> None:
         self.traffic = Traffic()
+        self._rank = rank
         self._reduce_dtype = reduce_dtype
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         for program in programs:
             self._create(program, rank, timeout)
 
-    def reduce(self, flat: Tensor, group: str, op: str, kind: str, what: str) -> Pending:
-        """Start reducing `flat` in place over `group`, in the dtype chosen for the wire."""
-        assert kind == "all_reduce", f"unknown reduction {kind}"
-        wire = flat if flat.dtype == self._reduce_dtype else flat.to(self._reduce_dtype)
-        work = self._all_reduce(wire, group, OPERATIONS[op])
-        return Pending(work, what, flat, wire)
+    def reduce(self, bucket: GradientBucket, action: ReduceGradients) -> Pending:
+        """Start a reduction of a bucket's gradient in place, in the dtype chosen for the wire."""
+        what = f"the reduction of bucket {action.bucket} over {action.group}"
+        self.traffic.reductions += 1
+        if action.kind == "all_reduce":
+            # Of what was reduced to its owners before only the owned part is worth anything.
+            return self._reduce_all(bucket.owned, action.group, action.op, what)
+        peers = self._peers(action.group, REDUCTIONS)
+        owner = bucket.bucket.owner
+        self._count(action, bucket.bucket.numel * self._reduce_dtype.itemsize, owner in (None, peers.own))
+        dtype, tag = self._reduce_dtype, action.bucket
+        if action.kind == "reduce_scatter":
+            return start_reduce_scatter(bucket.flat, peers, action.op, dtype, tag, what)
+        assert action.kind == "reduce", action.kind
+        assert owner is not None
+        return start_reduce(bucket.flat, peers, owner, action.op, dtype, tag, what)
+
+    def gather(self, bucket: ParameterBucket, action: GatherParameters) -> Pending:
+        """Start filling a bucket's flat parameters with what their owners have."""
+        what = f"the parameters of bucket {action.bucket} from their owners in {action.group}"
+        peers = self._peers(action.group, PARAMETERS)
+        owner = bucket.bucket.owner
+        self._count(action, bucket.flat.nbytes, owner in (None, peers.own))
+        if action.kind == "all_gather":
+            return start_all_gather(bucket.flat, peers, action.bucket, what)
+        assert action.kind == "broadcast", action.kind
+        assert owner is not None
+        return start_broadcast(bucket.flat, peers, owner, action.bucket, what)
 
     def sum(self, tensor: Tensor, group: str, what: str) -> None:
         """Sum `tensor` in place over `group`, now."""
-        Pending(self._all_reduce(tensor, group, dist.ReduceOp.SUM), what, tensor, tensor).wait()
+        self._all_reduce(tensor, group, "sum", what).wait()
 
-    def _all_reduce(self, tensor: Tensor, group: str, op: dist.ReduceOp.RedOpType) -> dist.Work | None:
+    def _reduce_all(self, flat: Tensor, group: str, op: str, what: str) -> Pending:
+        if flat.dtype == self._reduce_dtype:
+            return self._all_reduce(flat, group, op, what)
+        wire = flat.to(self._reduce_dtype)
+        reduction = self._all_reduce(wire, group, op, what)
+
+        def bring_back() -> None:
+            reduction.wait()
+            flat.copy_(wire)
+
+        return Pending([], what, bring_back)
+
+    def _all_reduce(self, tensor: Tensor, group: str, op: str, what: str) -> Pending:
         members = self._members[group]
-        self.traffic.sent += wire_bytes("all_reduce", len(members), tensor.numel() * tensor.element_size())
+        self.traffic.by_group[group_name(group)] += wire_bytes("all_reduce", len(members), tensor.nbytes)
         if len(members) == 1:
-            return None
-        return dist.all_reduce(tensor, op=op, group=self._groups[members], async_op=True)
+            return Pending([], what)
+        work = dist.all_reduce(tensor, OPERATIONS[op], group=self._groups[SHARED, members], async_op=True)
+        return Pending([work], what)
+
+    def _count(self, action: ReduceGradients | GatherParameters, payload: int, owner: bool) -> None:
+        members = len(self._members[action.group])
+        self.traffic.by_group[action.group] += wire_bytes(action.kind, members, payload, owner=owner)
+
+    def _peers(self, group: str, channel: str) -> Peers:
+        members = self._members[group]
+        return Peers(self._groups[channel, members], members, members.index(self._rank))
 
     def _create(self, program: Program, rank: int, timeout: timedelta) -> None:
-        names = [
-            group
-            for actions in program.ranks
-            for group in dict.fromkeys(getattr(action, "group", None) for action in actions)
-            if group is not None
-        ]
-        for name in dict.fromkeys(names):
+        for name, channel in _communicators(program):
             for other in range(program.topology.world_size):
-                if name.startswith("tied:") and not _holds(program, other, name):
+                if name.startswith("tied:") and other not in program.members(other, name):
                     continue
                 members = program.members(other, name)
                 if other == rank:
                     self._members[name] = members
-                if len(members) > 1 and members not in self._groups:
-                    self._groups[members] = dist.new_group(list(members), timeout=timeout)
+                if len(members) > 1 and (channel, members) not in self._groups:
+                    self._groups[channel, members] = dist.new_group(list(members), timeout=timeout)
 
 
-def _holds(program: Program, rank: int, group: str) -> bool:
-    return rank in program.members(rank, group)
+def _communicators(program: Program) -> list[tuple[str, str]]:
+    """(group name, channel) of everything that the program does, in an order that all ranks agree on."""
+    found = [
+        (group, _channel(action))
+        for actions in program.ranks
+        for action in actions
+        if (group := getattr(action, "group", None)) is not None
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _channel(action: Action) -> str:
+    if isinstance(action, GatherParameters):
+        return PARAMETERS
+    return REDUCTIONS if isinstance(action, ReduceGradients) and action.kind != "all_reduce" else SHARED

@@ -1,8 +1,9 @@
-"""Weight gradients of linear layers are added to the main gradient by the very matrix product that computes them.
+"""Weight gradients are added to the main gradient by the very operation that computes them.
 
 Autograd would compute each weight gradient into memory of its own, then read it again to add it to `.grad`: for every
-micro-batch that is the whole model written and read once more. Here the product's result is accumulated in place (BLAS
-`beta = 1`), the layer reports no gradient to autograd, and autograd's hooks fire as ever.
+micro-batch that is the whole model written and read once more. Here a linear layer's product accumulates in place (BLAS
+`beta = 1`), and an embedding adds the rows of its tokens; the layer reports no gradient to autograd, and autograd's
+hooks fire as ever.
 
 Source of the technique: the fused weight-gradient accumulation of Megatron-LM.
 """
@@ -23,20 +24,40 @@ MainGradient = Callable[[Tensor], Tensor]
 
 
 def accumulate_in_products(model: nn.Module, main_gradient: MainGradient, dtype: torch.dtype) -> None:
-    """Let every trainable plain `nn.Linear` of `model` add its weight gradient to `main_gradient(weight)` itself.
+    """Let every trainable plain `nn.Linear` and `nn.Embedding` of `model` add its weight gradient to
+    `main_gradient(weight)` itself.
 
     Only where weights have the main gradients' `dtype`: a product accumulates in the dtype of its factors. Subclasses
-    are left to autograd, for nobody knows what their forward does.
+    are left to autograd, for nobody knows what their forward does; and so are embeddings on accelerators, where rows
+    are added in no fixed order.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.requires_grad and module.weight.dtype == dtype:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dtype != dtype:
+            continue
+        if type(module) is nn.Linear:
             module.forward = partial(_linear, module, main_gradient)  # type: ignore[method-assign]
+        elif type(module) is nn.Embedding and weight.device.type == "cpu" and _is_plain(module):
+            module.forward = partial(_embedding, module, main_gradient)  # type: ignore[method-assign]
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def _embedding(layer: nn.Embedding, main_gradient: MainGradient, input: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return functional.embedding(input, layer.weight, layer.padding_idx)
+    return _AccumulatingEmbedding.apply(input, layer.weight, layer.padding_idx, partial(main_gradient, layer.weight))
 
 
 def _linear(layer: nn.Linear, main_gradient: MainGradient, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return functional.linear(input, layer.weight, layer.bias)
-    return _AccumulatingLinear.apply(input, layer.weight, layer.bias, partial(main_gradient, layer.weight))
+    # Rows go in and out: a result that is a view made inside could not be changed in place by the model.
+    rows = input.reshape(-1, input.shape[-1])
+    output = _AccumulatingLinear.apply(rows, layer.weight, layer.bias, partial(main_gradient, layer.weight))
+    return output.view(*input.shape[:-1], output.shape[-1])
 
 
 class _AccumulatingLinear(torch.autograd.Function):
@@ -52,8 +73,29 @@ class _AccumulatingLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        ctx.of_weight().addmm_(rows.t(), input.reshape(-1, input.shape[-1]))
-        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        ctx.of_weight().addmm_(gradient.t(), input)
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, None, of_bias, None
+
+
+class _AccumulatingEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, padding_index: int | None, of_weight: Callable[[], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.padding_index = padding_index
+        ctx.of_weight = of_weight
+        return functional.embedding(input, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        (input,) = ctx.saved_tensors
+        tokens, rows = input.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+        if ctx.padding_index is not None:
+            kept = tokens != ctx.padding_index
+            tokens, rows = tokens[kept], rows[kept]
+        ctx.of_weight().index_add_(0, tokens, rows)
+        return None, None, None, None

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from syncline.program.actions import PointToPoint
 from syncline.program.program import MESSAGES_IN_FLIGHT
-from syncline.runtime.collectives import Traffic, waiting_for
+from syncline.runtime.collectives import Traffic
+from syncline.runtime.failures import waiting_for
 from syncline.strategy import ShapeExchange
 from syncline.topology import Topology
 
@@ -78,7 +79,7 @@ class Transport:
             parts.insert(0, _encode(header))
             self._sent_headers[key] = header
         assert header == self._sent_headers[key], "the same micro-batch shape gave another activation shape"
-        self._traffic.sent += tensor.numel() * tensor.element_size()
+        self._traffic.by_group["pp"] += tensor.nbytes
         leaving.append(self._start(parts, action))
 
     def receive(self, action: PointToPoint, micro_batch_shape: tuple[int, ...]) -> Tensor:

@@ -1,29 +1,57 @@
-"""What makes an action happen inside a backward: autograd's own hooks on the parameters.
+"""What makes an action happen inside a forward or a backward: autograd's hooks, and the use of parameters.
 
-The first gradient of a bucket allocates it; the last one makes it ready for its reduction. Reductions start strictly in
-the order of the program: a bucket that is ready early waits for those before it, so that all members of a group issue
-the same sequence even when some parameters get no gradient on some ranks.
+Gradients and parameters have a queue each, in the order of the program. An event lets the actions of its queue happen
+up to the one that it is meant for, so that all members of a group issue the same sequence even when some parameters get
+no gradient, or are not used, on some ranks; what no event has come for happens when the computation is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 from torch import Tensor, nn
 
-from syncline.program.actions import Action, AllocateGradients, ReduceGradients
+from syncline.program.actions import (
+    Action,
+    AllocateGradients,
+    FreeParameters,
+    Part,
+    ReduceGradients,
+    WaitGather,
+    bucket_of,
+)
 from syncline.runtime.buckets import GradientBucket
 
 Perform = Callable[[Action], None]
 
 
-class BackwardTriggers:
-    """The actions that happen during the backward that is running now."""
+class Event(Enum):
+    """What an action inside a backward waits for."""
+
+    FIRST_GRADIENT = "first gradient"
+    LAST_GRADIENT = "last gradient"
+
+
+@dataclass(frozen=True)
+class _Queued:
+    action: Action
+    event: Event | None
+    """None: the next event of an action behind it."""
+    bucket: int
+
+
+class GradientQueue:
+    """What moves gradients inside the backward that is running now.
+
+    The first gradient of a bucket allocates it, the last one starts its reduction. What stands between the events
+    (waits, frees, further reductions) happens with the next event behind it: as late as the program allows.
+    """
 
     def __init__(self, perform: Perform) -> None:
         self._perform = perform
-        self._allocations: dict[int, AllocateGradients] = {}
-        self._reductions: list[ReduceGradients] = []
+        self._queue: list[_Queued] = []
         self._missing: dict[int, int] = {}
 
     def watch(self, bucket: GradientBucket) -> None:
@@ -33,24 +61,34 @@ class BackwardTriggers:
 
     def arm(self, actions: Sequence[Action], buckets: dict[int, GradientBucket]) -> None:
         """Before a backward: what may happen inside it, in program order."""
-        assert not self._allocations
-        assert not self._reductions
-        self._allocations = {a.bucket: a for a in actions if isinstance(a, AllocateGradients)}
-        self._reductions = [a for a in actions if isinstance(a, ReduceGradients)]
-        self._missing = {a.bucket: len(buckets[a.bucket].parameters) for a in self._reductions}
+        assert not self._queue
+        self._missing = {}
+        for action in actions:
+            bucket = bucket_of(action)
+            assert bucket is not None
+            event = None
+            if isinstance(action, AllocateGradients) and action.part is Part.BUCKET:
+                event = Event.FIRST_GRADIENT
+            elif isinstance(action, ReduceGradients) and bucket not in self._missing:
+                self._missing[bucket] = len(buckets[bucket].parameters)
+                event = Event.LAST_GRADIENT
+            self._queue.append(_Queued(action, event, bucket))
 
     def finish(self) -> None:
-        """After the backward: what has not happened inside it happens now, in program order."""
-        for bucket in list(self._allocations):
-            self.allocate_now(bucket)
-        while self._reductions:
-            self._perform(self._reductions.pop(0))
+        """After the backward: what has not happened inside it happens now."""
+        self._perform_up_to(len(self._queue) - 1)
         self._missing = {}
 
     def allocate_now(self, bucket: int) -> None:
         """A gradient is about to be added to the bucket: if that is the first one, the bucket gets its storage."""
-        if bucket in self._allocations:
-            self._perform(self._allocations.pop(bucket))
+        for position, queued in enumerate(self._queue):
+            if queued.event is Event.FIRST_GRADIENT and queued.bucket == bucket:
+                if all(earlier.event is None for earlier in self._queue[:position]):
+                    self._perform_up_to(position)
+                else:
+                    # Buckets fill in another order here: the storage cannot wait, the collectives can.
+                    self._perform(self._queue.pop(position).action)
+                return
 
     def _watch_parameter(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
         id = bucket.bucket.id
@@ -68,5 +106,72 @@ class BackwardTriggers:
         parameter.register_post_accumulate_grad_hook(after_accumulation)
 
     def _start_ready(self) -> None:
-        while self._reductions and self._missing[self._reductions[0].bucket] == 0:
-            self._perform(self._reductions.pop(0))
+        """Start the reductions of full buckets, up to the first that is not full yet."""
+        last = -1
+        for position, queued in enumerate(self._queue):
+            if queued.event is Event.LAST_GRADIENT:
+                if self._missing[queued.bucket] > 0:
+                    break
+                last = position
+        self._perform_up_to(last)
+
+    def _perform_up_to(self, position: int) -> None:
+        """Storage in which nothing of this is done is left for its first gradient."""
+        now, later = self._queue[: position + 1], self._queue[position + 1 :]
+        needed = {queued.bucket for queued in now if queued.event is not Event.FIRST_GRADIENT}
+        if position >= 0 and now[-1].event is Event.FIRST_GRADIENT:
+            needed.add(now[-1].bucket)
+        put_off = [q for q in now if q.event is Event.FIRST_GRADIENT and q.bucket not in needed] if later else []
+        self._queue = [*put_off, *later]
+        for queued in now:
+            if queued not in put_off:
+                self._perform(queued.action)
+
+
+class ParameterQueue:
+    """What moves parameters inside the computation that is running now.
+
+    The first use of a bucket waits for its gather, and for those before it; the gathers and frees behind it follow at
+    once. A bucket that is to be freed before it was used, because the model uses buckets in another order here, is
+    freed when the computation is over.
+    """
+
+    def __init__(self, perform: Perform) -> None:
+        self._perform_now = perform
+        self._queue: list[Action] = []
+        self._put_off: list[Action] = []
+        self._used: set[int] = set()
+
+    def arm(self, actions: Sequence[Action]) -> None:
+        """Before a computation: what may happen inside it, in program order."""
+        assert not self._queue
+        self._queue = list(actions)
+        self._used = set()
+        self._follow()
+
+    def use(self, bucket: int) -> None:
+        """The computation is about to use parameters of the bucket."""
+        self._used.add(bucket)
+        for position, action in enumerate(self._queue):
+            if isinstance(action, WaitGather) and action.bucket == bucket:
+                now, self._queue = self._queue[: position + 1], self._queue[position + 1 :]
+                for each in now:
+                    self._perform(each)
+                self._follow()
+                return
+
+    def finish(self) -> None:
+        """After the computation: what has not happened inside it happens now."""
+        rest, self._queue, self._put_off = [*self._queue, *self._put_off], [], []
+        for action in rest:
+            self._perform_now(action)
+
+    def _follow(self) -> None:
+        while self._queue and not isinstance(self._queue[0], WaitGather):
+            self._perform(self._queue.pop(0))
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, FreeParameters) and action.bucket not in self._used:
+            self._put_off.append(action)
+        else:
+            self._perform_now(action)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from syncline.modeling.batch import MicroBatch
 from syncline.modeling.stage import Stage
+from syncline.modeling.use import run_backward
 from syncline.program.actions import (
+    AccumulateShard,
     Action,
-    AllocateGradients,
     Backward,
+    CheckFinite,
     ClipGradients,
     CountTokens,
     Forward,
@@ -22,33 +26,37 @@ from syncline.program.actions import (
     OptimizerStep,
     ReceiveActivation,
     ReceiveGradient,
-    ReduceGradients,
     ReduceLoss,
     ReduceReplicated,
     ScaleGradients,
     ScaleLoss,
     SendActivation,
     SendGradient,
+    WaitGather,
     WaitReduce,
     ZeroGradients,
 )
 from syncline.program.factors import Factor
 from syncline.program.program import Program
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
 from syncline.runtime.clip import clipping_factor, squared_norm
-from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for
-from syncline.runtime.collectives import Collectives, Pending
-from syncline.runtime.optimizer import BucketOptimizer, OptimizerSettings
+from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for, waiting
+from syncline.runtime.collectives import Collectives
+from syncline.runtime.gradients import Gradients
+from syncline.runtime.loss_scale import LossScale
+from syncline.runtime.optimizer import BucketOptimizer, UpdateRule
+from syncline.runtime.parameters import Parameters
 from syncline.runtime.products import accumulate_in_products
 from syncline.runtime.readback import Readback
 from syncline.runtime.transport import Transport
-from syncline.runtime.triggers import BackwardTriggers
 
 PHASES: dict[type[Action], Phase] = {
     WaitReduce: Phase.REDUCE_WAIT,
+    WaitGather: Phase.REDUCE_WAIT,
     ReduceReplicated: Phase.REDUCE_WAIT,
+    AccumulateShard: Phase.OPTIMIZER,
     ScaleGradients: Phase.OPTIMIZER,
     ClipGradients: Phase.OPTIMIZER,
+    CheckFinite: Phase.OPTIMIZER,
     OptimizerStep: Phase.OPTIMIZER,
     ZeroGradients: Phase.OPTIMIZER,
     FreeGradients: Phase.OPTIMIZER,
@@ -56,12 +64,10 @@ PHASES: dict[type[Action], Phase] = {
 """Actions that are not forward and backward work."""
 
 
-Compute = Callable[[Stage, MicroBatch, "Tensor | None"], Tensor]
+Computation = Callable[[Stage, MicroBatch, "Tensor | None"], Tensor]
 """What a forward computes: (stage, micro-batch, hidden states received) -> hidden states, loss or logits."""
 
 Observe = Callable[[Action], None]
-
-DuringBackward = AllocateGradients | ReduceGradients
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,34 @@ class StepResult:
     """Before clipping, float64 scalar, equal on every rank; None for a program without an update."""
     tokens: int
     """Valid tokens in the global batch."""
-    skipped: bool
-    """No valid token was there, so nothing was updated."""
     bytes_sent: int
+    bytes_sent_by_group: Mapping[str, int]
+    reductions: int
+    """Collectives on gradient buckets that this rank took part in."""
     peak_gradient_bytes: int
     held_gradient_bytes: int
     """What is still allocated after the step."""
+    peak_gathered_bytes: int
+    """Of parameters that are gathered and freed again."""
     numbers: Readback
     """Loss and, with an update, gradient norm, on their way to the host."""
     clock: Clock
     """Seconds of each phase, for who reads them."""
+    checks_overflow: bool = False
+    loss_scale: float = 1.0
+    """By which losses were scaled up in this step."""
     actions: tuple[ActionTime, ...] = ()
     """When each action ran, if timers are on."""
+
+    @property
+    def overflowed(self) -> bool:
+        """A gradient was not finite, so nothing was updated. Looked for in float16 only; waits for `numbers`."""
+        return self.checks_overflow and not math.isfinite(self.numbers.values()[1])
+
+    @property
+    def skipped(self) -> bool:
+        """Nothing was updated: no valid token was there, or a gradient has overflowed."""
+        return self.tokens == 0 or self.overflowed
 
 
 @dataclass
@@ -94,7 +116,7 @@ class _StepState:
 
     micro_batches: Sequence[MicroBatch]
     learning_rate: float
-    compute: Compute
+    compute: Computation
     tokens: int = 0
     tokens_known: bool = False
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -103,9 +125,11 @@ class _StepState:
     input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     seeds: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    reductions: dict[int, Pending] = field(default_factory=dict)
+    inside: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
+    """What happens during each computation, in program order."""
     gradient_norm: Tensor | None = None
     clip_factor: Tensor | None = None
+    overflow: Tensor | None = None
     loss: Tensor | None = None
 
 
@@ -121,37 +145,39 @@ class Worker:
         transport: Transport,
         *,
         gradient_dtype: torch.dtype,
-        optimizer: OptimizerSettings,
+        rules: Sequence[UpdateRule],
         max_gradient_norm: float,
         device: torch.device,
+        loss_scale: float = 1.0,
         timers: bool = False,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.program = program
-        self.memory = GradientMemory()
         self._device = device
         self._collectives = collectives
         self._transport = transport
         self._max_gradient_norm = max_gradient_norm
         self._timers = timers
-        parameters = {name: p for stage in stages.values() for name, p in stage.parameters_by_name().items()}
-        self.parameters = {b.id: ParameterBucket(b, parameters) for b in program.buckets(rank)}
-        self.gradients = {
-            b.id: GradientBucket(b, self.parameters[b.id].parameters, gradient_dtype, self.memory)
-            for b in program.buckets(rank)
-        }
+        self._state = _StepState((), 0.0, Stage.__call__)
+        self._clock: Clock | None = None
+        self.parameters = Parameters(rank, program, stages, collectives, self._waiting)
+        self.gradients = Gradients(
+            rank, program, self.parameters.buckets, gradient_dtype, collectives, self._value, self._waiting
+        )
         self.optimizers = {
-            b.id: BucketOptimizer(self.parameters[b.id], optimizer, b.decay) for b in program.buckets(rank)
+            bucket.id: BucketOptimizer(
+                bucket, self.parameters.buckets[bucket.id].owned, rules, program.owned(rank, bucket.id)
+            )
+            for bucket in program.buckets(rank)
+            if program.owns(rank, bucket.id)
         }
-        self._during = _actions_by_backward(program.ranks[rank])
-        self._triggers = BackwardTriggers(self._perform)
-        self._prepare_gradients(program.ranks[rank])
-        self._bucket_of: dict[Tensor, int] = {
-            p: id for id, bucket in self.parameters.items() for p in bucket.parameters
-        }
+        self.loss_scale = LossScale(loss_scale)
+        self._checks_overflow = any(isinstance(action, CheckFinite) for action in program.ranks[rank])
+        self._undecided: StepResult | None = None
+        self._inside = _actions_inside(program.ranks[rank])
         for stage in stages.values():
-            accumulate_in_products(stage, self._main_gradient, gradient_dtype)
+            accumulate_in_products(stage, self.gradients.main_gradient, gradient_dtype)
         self._handlers: dict[type[Action], Callable[..., None]] = {
             CountTokens: self._count_tokens,
             Forward: self._forward,
@@ -161,16 +187,12 @@ class Worker:
             ReceiveActivation: self._receive_activation,
             SendGradient: self._send_gradient,
             ReceiveGradient: self._receive_gradient,
-            AllocateGradients: lambda action: self.gradients[action.bucket].allocate(),
-            ReduceGradients: self._reduce_gradients,
-            WaitReduce: self._wait_reduce,
-            ScaleGradients: self._scale_gradients,
-            ReduceReplicated: self._reduce_replicated,
             ClipGradients: self._clip_gradients,
+            CheckFinite: self._check_finite,
             OptimizerStep: self._optimizer_step,
-            ZeroGradients: lambda action: self.gradients[action.bucket].zero(),
-            FreeGradients: lambda action: self.gradients[action.bucket].free(),
             ReduceLoss: self._reduce_loss,
+            **self.gradients.handlers,
+            **self.parameters.handlers,
         }
 
     def step(
@@ -181,29 +203,51 @@ class Worker:
         `observe` is called with every action that has been performed where it stands in the program.
         """
         assert len(micro_batches) == self.program.micro_batches
-        actions = self.program.ranks[self.rank]
-        state = _StepState(micro_batches, learning_rate, Stage.__call__)
-        return self._run(actions, state, observe)
+        self._settle_loss_scale()
+        self._collectives.traffic.restart()
+        self.gradients.memory.restart_peak()
+        self.parameters.memory.restart_peak()
+        state = _StepState(micro_batches, learning_rate, Stage.__call__, inside=self._inside)
+        result = self._run(self.program.ranks[self.rank], state, observe)
+        self._undecided = result if self._checks_overflow else None
+        return result
 
     @torch.no_grad()
     def evaluate(self, program: Program, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Run a program without backwards; the loss is the sum of token losses."""
-        return self._run(program.ranks[self.rank], _StepState(micro_batches, 0.0, Stage.__call__))
+        """Run a program without backwards; the loss is the sum of token losses.
+
+        May be called by an observer in the midst of a step, on all ranks at the same action.
+        """
+        return self._run_aside(program, _StepState(micro_batches, 0.0, Stage.__call__))
 
     @torch.no_grad()
     def predict(self, program: Program, micro_batch: MicroBatch) -> Tensor | None:
         """The logits (batch, sequence, vocabulary) of one micro-batch where its last stage is, None elsewhere."""
         state = _StepState((micro_batch,), 0.0, _hidden_or_logits)
-        self._run(program.ranks[self.rank], state)
+        self._run_aside(program, state)
         return next(iter(state.outputs.values()), None)
+
+    def _run_aside(self, program: Program, state: _StepState) -> StepResult:
+        """Run another program on the same stages, and leave everything as it was."""
+        suspended, clock = self._state, self._clock
+        actions = program.ranks[self.rank]
+        state.inside = _actions_inside(actions)
+        with self._collectives.traffic.aside(), self.parameters.at_rest():
+            result = self._run(actions, state)
+        self._state, self._clock = suspended, clock
+        return result
+
+    def _settle_loss_scale(self) -> None:
+        """The previous step's decision changes the scale of this one."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and undecided.tokens > 0:
+            self.loss_scale.update(finite=not undecided.overflowed)
 
     # ---- Running ---------------------------------------------------------------------------------------------------
 
     def _run(self, actions: Sequence[Action], state: _StepState, observe: Observe | None = None) -> StepResult:
         self._state = state
-        self._collectives.traffic.restart()
-        self.memory.restart_peak()
-        clock = clock_for(self._device)
+        clock = self._clock = clock_for(self._device)
         times: list[ActionTime] = []
         began = time.perf_counter()
         for position, action in enumerate(actions):
@@ -223,37 +267,30 @@ class Worker:
             loss=state.loss,
             gradient_norm=state.gradient_norm,
             tokens=state.tokens,
-            skipped=state.tokens == 0,
             bytes_sent=self._collectives.traffic.sent,
-            peak_gradient_bytes=self.memory.peak,
-            held_gradient_bytes=self.memory.held,
+            bytes_sent_by_group=dict(self._collectives.traffic.by_group),
+            reductions=self._collectives.traffic.reductions,
+            peak_gradient_bytes=self.gradients.memory.peak,
+            held_gradient_bytes=self.gradients.memory.held,
+            peak_gathered_bytes=self.parameters.memory.peak,
             numbers=Readback(*scalars),
             clock=clock,
+            checks_overflow=state.overflow is not None,
+            loss_scale=self.loss_scale.value,
             actions=tuple(times),
         )
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting(self._clock)
+
     def _perform(self, action: Action) -> None:
         self._handlers[type(action)](action)
-
-    def _prepare_gradients(self, actions: Sequence[Action]) -> None:
-        """Buckets that no action allocates live for the whole run; those with a `during` are watched."""
-        allocated = self.program.released_buckets(self.rank)
-        watched = {happening.bucket for inside in self._during.values() for happening in inside}
-        for id, bucket in self.gradients.items():
-            if id not in allocated:
-                bucket.allocate()
-            if id in watched:
-                self._triggers.watch(bucket)
-
-    def _main_gradient(self, parameter: Tensor) -> Tensor:
-        self._triggers.allocate_now(self._bucket_of[parameter])
-        assert parameter.grad is not None
-        return parameter.grad
 
     def _quantities(self, micro_batch: int | None = None) -> dict[str, float]:
         assert self._state.tokens_known, "a scale is needed before the tokens have been counted"
         own = self._state.micro_batches[micro_batch].valid_tokens if micro_batch is not None else 0
         return {
+            "loss_scale": self.loss_scale.value,
             "tokens": self._state.tokens,
             "micro_batch_tokens": own,
             "accumulation": self.program.micro_batches,
@@ -275,7 +312,9 @@ class Worker:
     def _forward(self, action: Forward) -> None:
         key = (action.stage, action.micro_batch)
         stage = self.stages[action.stage]
-        output = self._state.compute(stage, self._state.micro_batches[action.micro_batch], self._state.inputs.get(key))
+        micro_batch, received = self._state.micro_batches[action.micro_batch], self._state.inputs.get(key)
+        with self.parameters.used_by(self._state.inside.get(action, ())):
+            output = self._state.compute(stage, micro_batch, received)
         if stage.is_last and output.dim() == 0:
             self._state.losses[action.micro_batch] = output.detach()
         self._state.outputs[key] = output
@@ -290,10 +329,12 @@ class Worker:
             gradient = torch.full_like(output, self._state.seeds.get(action.micro_batch, 1.0))
         else:
             gradient = self._state.output_gradients.pop(key)
-        self._triggers.arm(self._during.get(action, ()), self.gradients)
-        if output.requires_grad:  # Not when all that precedes it is frozen.
-            torch.autograd.backward(output, gradient)
-        self._triggers.finish()
+        inside = self._state.inside.get(action, ())
+        self.gradients.begin_backward(inside)
+        with self.parameters.used_by(inside):
+            if output.requires_grad:  # Not when all that precedes it is frozen.
+                run_backward(output, gradient)
+        self.gradients.end_backward()
         received = self._state.inputs.pop(key, None)
         if received is not None:
             assert received.grad is not None, f"stage {action.stage} does not use what it receives"
@@ -322,34 +363,21 @@ class Worker:
         gradient = self._transport.receive(action, self._shape(action.micro_batch))
         self._state.output_gradients[action.stage, action.micro_batch] = gradient
 
-    # ---- The life of a gradient --------------------------------------------------------------------------------------
-
-    def _reduce_gradients(self, action: ReduceGradients) -> None:
-        bucket = self.gradients[action.bucket]
-        assert bucket.state is Storage.LIVE
-        bucket.state = Storage.REDUCING
-        what = f"the reduction of bucket {action.bucket} over {action.group}"
-        self._state.reductions[action.bucket] = self._collectives.reduce(
-            bucket.flat, action.group, action.op, action.kind, what
-        )
-
-    def _wait_reduce(self, action: WaitReduce) -> None:
-        self._state.reductions.pop(action.bucket).wait()
-        self.gradients[action.bucket].state = Storage.LIVE
-
-    def _scale_gradients(self, action: ScaleGradients) -> None:
-        self.gradients[action.bucket].flat.mul_(self._value(action.scale))
-
-    def _reduce_replicated(self, action: ReduceReplicated) -> None:
-        self._collectives.sum(self.gradients[action.bucket].flat, action.group, f"the other copies of {action.what}")
+    # ---- Decisions and updates ---------------------------------------------------------------------------------------
 
     def _clip_gradients(self, action: ClipGradients) -> None:
-        square = squared_norm((self.gradients[id].flat for id in action.buckets), self._device)
-        self._collectives.sum(square, action.group, "the gradient norm of every stage")
+        square = squared_norm((self.gradients.buckets[id].consumed for id in action.buckets), self._device)
+        self._collectives.sum(square, action.group, "the gradient norm of every part")
         norm = square.sqrt() * self._value(action.scale)
         self._state.gradient_norm = norm
         if self._max_gradient_norm > 0:
             self._state.clip_factor = clipping_factor(norm, self._max_gradient_norm)
+
+    def _check_finite(self, action: CheckFinite) -> None:
+        norm = self._state.gradient_norm
+        assert norm is not None
+        # The norm is the same on every rank, bit by bit, and so is the decision.
+        self._state.overflow = norm.isfinite().logical_not().float()
 
     def _optimizer_step(self, action: OptimizerStep) -> None:
         if self._state.tokens == 0:
@@ -358,7 +386,8 @@ class Worker:
         if action.scale:
             scale = torch.full((), self._value(action.scale), dtype=torch.float64, device=self._device)
             factor = scale if factor is None else factor * scale
-        self.optimizers[action.bucket].step(self.gradients[action.bucket], self._state.learning_rate, factor)
+        gradient = self.gradients.buckets[action.bucket].consumed
+        self.optimizers[action.bucket].step(gradient, self._state.learning_rate, factor, self._state.overflow)
 
     def _reduce_loss(self, action: ReduceLoss) -> None:
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -372,10 +401,11 @@ def _hidden_or_logits(stage: Stage, micro_batch: MicroBatch, hidden: Tensor | No
     return stage.logits(micro_batch, hidden) if stage.is_last else stage(micro_batch, hidden)
 
 
-def _actions_by_backward(actions: Sequence[Action]) -> dict[Backward, tuple[DuringBackward, ...]]:
-    """What happens during each backward, in program order."""
-    inside: dict[Backward, list[DuringBackward]] = {}
+def _actions_inside(actions: Sequence[Action]) -> dict[Action, tuple[Action, ...]]:
+    """What happens during each computation, in program order."""
+    inside: dict[Action, list[Action]] = {}
     for action in actions:
-        if isinstance(action, (AllocateGradients, ReduceGradients)) and action.during is not None:
-            inside.setdefault(action.during, []).append(action)
-    return {backward: tuple(happening) for backward, happening in inside.items()}
+        during = getattr(action, "during", None)
+        if during is not None:
+            inside.setdefault(during, []).append(action)
+    return {computation: tuple(happening) for computation, happening in inside.items()}

@@ -14,23 +14,29 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
+from syncline.arguments.parameter_groups import ParameterGroup
 from syncline.engine import Engine, start_engine
 from syncline.job import Job, describe_job, in_float64
-from syncline.modeling.freezing import frozen_parameters
 from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
 from syncline.modeling.materialise import materialise
 from syncline.modeling.shrink import shrink_config
 from syncline.runtime.worker import StepResult
 from syncline.strategy import Normalization, resolve_strategy
+from syncline.update_rules import group_members, update_rules
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
 from syncline.verification.double import InFloat64, recompute_in_float64
 from syncline.verification.freezing import small_patterns
 from syncline.verification.probes import add_probes
 from syncline.verification.randomness import silence_dropouts, without_randomness
-from syncline.verification.reference import ReferenceRun, ReferenceSettings, run_reference
+from syncline.verification.reference import ReferenceGroup, ReferenceRun, ReferenceSettings, run_reference
 
 STEPS = 3
 TOLERANCE = 1e-10
+"""For every optimizer. PyTorch's muon iterates in bfloat16 even for float64 parameters, which amplifies differences of
+its input without bound; but it begins by rounding that input to bfloat16, and equal inputs give equal bits. Gradients
+that agree to 1e-15 round apart only next to a tie between two bfloat16 numbers: about one matrix of 64 by 64 in 10^9.
+Such a matrix would differ by 1e-2 and fail, with this seed on this machine always.
+"""
 LEARNING_RATE = 1e-2
 """Large, so that after a few steps the updates are as large as the parameters."""
 CLIPPED_NORM = 0.05
@@ -38,8 +44,8 @@ CLIPPED_NORM = 0.05
 BUCKET_BYTES = 10_000
 """Small, so that every stage has several buckets."""
 EPSILON = 1e-6
-"""Adam's epsilon: with a smaller one, the rounding of gradients that are 0 in exact arithmetic would fill the
-tolerance.
+"""Adam's and adafactor's epsilon: with a smaller one, the rounding of gradients that are 0 in exact arithmetic would
+fill the tolerance.
 """
 SMALLEST_SCALE = 1e-4
 """Differences are relative to no less. Attention ignores a key's bias: where it starts at zero, all of it is rounding,
@@ -66,7 +72,8 @@ class Report:
 
 def verification_job(arguments: TrainingArguments) -> Job:
     """The user's configuration on small shapes, in float64, with parameters that some or all samples leave unused, at
-    least one that is frozen (see `small_patterns`), and nothing random.
+    least one that is frozen (see `small_patterns`), the parameter groups that find something in the small model, and
+    nothing random.
 
     The user's attention is used where it computes on the CPU in float64, `eager` elsewhere. Raises `UserError` for
     whatever in the arguments or the model cannot work, patterns that match nothing in the full model included.
@@ -75,8 +82,11 @@ def verification_job(arguments: TrainingArguments) -> Job:
     # One layer more than stages, so that stages differ in size.
     config = without_randomness(shrink_config(full_config, arguments.pipeline_parallel_degree + 1))
     attention = portable_attention(arguments.attn_implementation)
-    if arguments.freeze_parameters:  # Refused as training would refuse them: the small model has other layers.
-        frozen_parameters(build_meta_model(full_config, attention), arguments.freeze_parameters)
+    if arguments.freeze_parameters or arguments.parameter_groups:
+        # Refused as training would refuse them: the small model has other layers.
+        update_rules(build_meta_model(full_config, attention), arguments)
+    small_model = _small_model(config, attention)
+    small_groups = zip(arguments.parameter_groups, group_members(small_model, arguments.parameter_groups), strict=True)
     small = replace(
         arguments,
         per_device_train_batch_size=ROWS,
@@ -84,8 +94,10 @@ def verification_job(arguments: TrainingArguments) -> Job:
         model_name_or_path=None,
         max_grad_norm=CLIPPED_NORM if arguments.max_grad_norm > 0 else 0.0,
         adam_epsilon=max(arguments.adam_epsilon, EPSILON),
+        adafactor_epsilon=max(arguments.adafactor_epsilon, EPSILON),
         attn_implementation=attention,
-        freeze_parameters=small_patterns(arguments.freeze_parameters, _small_model(config, attention)),
+        freeze_parameters=small_patterns(arguments.freeze_parameters, small_model),
+        parameter_groups=tuple(group for group, members in small_groups if members),
     )
     strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
     return describe_job(small, config=config, strategy=strategy, change_model=_prepare)
@@ -103,8 +115,9 @@ def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -
     with InFloat64():
         engine = start_engine(job, rank, device)
         recompute_in_float64(engine.stage)
-        results = [engine.worker.step(_own(job, batch, rank, device), LEARNING_RATE) for batch in steps]
-        return _gather(rank, *_compare(engine, results, reference_run(job, steps)))
+        results = [engine.worker.step(_own(job, batch, rank, device), learning_rate(job)) for batch in steps]
+        with engine.worker.parameters.whole():
+            return _gather(rank, *_compare(engine, results, reference_run(job, steps)))
 
 
 def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
@@ -117,14 +130,26 @@ def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
         parameter.requires_grad_(name not in frozen)
     settings = ReferenceSettings(
         arguments.optim,
-        LEARNING_RATE,
+        learning_rate(job),
         arguments.weight_decay,
         (arguments.adam_beta1, arguments.adam_beta2),
-        arguments.adam_epsilon,
+        arguments.adafactor_epsilon if arguments.optim == "adafactor" else arguments.adam_epsilon,
+        arguments.muon_momentum,
         arguments.max_grad_norm,
         job.strategy.normalization is Normalization.MICRO_BATCH_MEAN,
+        tuple(_reference_group(arguments, ParameterGroup(**group)) for group in arguments.parameter_groups),
     )
     return run_reference(model.train(), steps, settings)
+
+
+def learning_rate(job: Job) -> float:
+    """The run's: such that the fastest parameters have `LEARNING_RATE`."""
+    return LEARNING_RATE / max(1.0, *(rule.learning_rate for rule in job.rules))
+
+
+def _reference_group(arguments: TrainingArguments, group: ParameterGroup) -> ReferenceGroup:
+    factor = 1.0 if group.learning_rate is None else group.learning_rate / arguments.learning_rate
+    return ReferenceGroup(group.pattern, factor, group.weight_decay)
 
 
 def _small_model(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:

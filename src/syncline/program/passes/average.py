@@ -20,7 +20,8 @@ def average_in_collective(program: Program) -> Program:
         summed: set[int] = set()
         for action in actions:
             if isinstance(action, ReduceGradients) and action.op == "sum":
-                summed.add(action.bucket)
+                if program.owns(rank, action.bucket):
+                    summed.add(action.bucket)
                 action = replace(action, op="avg")
             elif isinstance(action, ScaleGradients) and action.scale == MEAN and action.bucket in summed:
                 summed.remove(action.bucket)

@@ -13,7 +13,8 @@ from syncline.program.actions import Action, ClipGradients, ScaleGradients, Scal
 from syncline.program.factors import Factor
 from syncline.program.program import Program
 
-OF_ONE_MICRO_BATCH = "micro_batch_tokens"
+OF_THE_BACKWARD = ("micro_batch_tokens", "loss_scale")
+"""What only one micro-batch knows, and what must act before the backward."""
 
 
 def delay_loss_scale(program: Program) -> Program:
@@ -31,7 +32,11 @@ def delay_loss_scale(program: Program) -> Program:
                     changed.append(replace(action, scale=own))
                 continue
             if isinstance(action, ClipGradients) and shared:
-                changed += [ScaleGradients(bucket.id, shared) for bucket in program.buckets(rank)]
+                changed += [
+                    ScaleGradients(bucket.id, shared)
+                    for bucket in program.buckets(rank)
+                    if program.owns(rank, bucket.id)
+                ]
             changed.append(action)
         return changed
 
@@ -39,5 +44,5 @@ def delay_loss_scale(program: Program) -> Program:
 
 
 def shared_part(scale: Factor) -> Factor:
-    """What is the same for every micro-batch of the step."""
-    return Factor(tuple(power for power in scale.powers if power[0] != OF_ONE_MICRO_BATCH))
+    """What may as well act after the backward, on all micro-batches together."""
+    return Factor(tuple(power for power in scale.powers if power[0] not in OF_THE_BACKWARD))

@@ -1,7 +1,8 @@
 """All scales of a gradient that is not written any more become one multiplication, where it costs no pass over memory.
 
 Scaling is linear, so what stands behind a bucket's last reduction may as well be done earlier or later: in the seed of
-the backward when losses are scaled there anyway, otherwise (`enable_delay_scale_loss`) in the optimizer's fused kernel.
+the backward when losses are scaled there anyway, otherwise (`enable_delay_scale_loss`, or a loss scale to be undone) in
+the optimizer's fused kernel.
 In the latter case the norm is computed on the unscaled gradients and multiplied by the same factor.
 """
 
@@ -24,7 +25,7 @@ def fold_scales(program: Program) -> Program:
     if len(factors) != 1:  # One norm has one factor: nothing common to fold.
         return program
     (factor,) = factors
-    into_loss = any(
+    into_loss = "loss_scale" not in dict(factor.powers) and any(
         shared_part(action.scale) for actions in program.ranks for action in actions if isinstance(action, ScaleLoss)
     )
     fold = _into_loss if into_loss else _into_optimizer
@@ -38,8 +39,8 @@ def fold_scales(program: Program) -> Program:
 
 
 def _final_factors(program: Program, rank: int, actions: Sequence[Action]) -> list[Factor]:
-    """For each bucket the product of the scales behind the rank's last backward."""
-    factors = {bucket.id: ONE for bucket in program.buckets(rank)}
+    """For each bucket of which the rank owns something, the product of the scales behind its last backward."""
+    factors = {bucket.id: ONE for bucket in program.buckets(rank) if program.owns(rank, bucket.id)}
     for action in actions[last_backward(actions) :]:
         if isinstance(action, ScaleGradients):
             factors[action.bucket] *= action.scale

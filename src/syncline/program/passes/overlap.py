@@ -2,60 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from syncline.program.actions import (
     Action,
+    AllocateGradients,
     Backward,
     ClipGradients,
+    FreeGradients,
     OptimizerStep,
+    Part,
     ReduceGradients,
     ReduceReplicated,
-    ScaleGradients,
     WaitReduce,
+    bucket_of,
+    happening_during,
 )
+from syncline.program.passes.sync_moment import SYNCHRONISATION
 from syncline.program.program import Program
+
+FOLLOWERS = (*SYNCHRONISATION, AllocateGradients, FreeGradients)
+"""What may stand between a backward and the end of its reductions."""
 
 
 def overlap_reductions(program: Program) -> Program:
-    """Reductions that stand right behind a backward (waits and scales aside) are started by its gradients."""
-    return program.map_ranks(lambda rank, actions: _sink_waits(_start_inside(actions)))
+    """Reductions that follow a backward are started by its gradients.
+
+    What must happen inside the backward as well (a further reduction of the same bucket, the freeing of its storage)
+    happens when the next bucket is full: one bucket is on its way while the next one fills.
+    """
+    return program.map_ranks(lambda rank, actions: _sink_waits(list(_start_inside(actions))))
 
 
-def _start_inside(actions: Sequence[Action]) -> list[Action]:
-    """Each backward's reductions move right behind it, marked as started during it; waits and scales follow."""
-    changed: list[Action] = []
+def _start_inside(actions: Sequence[Action]) -> Iterator[Action]:
+    followers: list[Action] = []
     backward: Backward | None = None
-    insert_at = 0
     for action in actions:
-        if isinstance(action, Backward):
-            backward, insert_at = action, len(changed) + 1
-        elif isinstance(action, ReduceGradients) and backward is not None:
-            changed.insert(insert_at, replace(action, during=backward))
-            insert_at += 1
+        if backward is not None and isinstance(action, FOLLOWERS):
+            followers.append(action)
             continue
-        elif not isinstance(action, (WaitReduce, ScaleGradients)):
-            backward = None
-        changed.append(action)
-    return changed
+        if backward is not None:
+            yield from _interleave(followers, backward)
+        followers, backward = [], action if isinstance(action, Backward) else None
+        yield action
+    if backward is not None:
+        yield from _interleave(followers, backward)
+
+
+def _interleave(followers: Sequence[Action], backward: Backward) -> Iterator[Action]:
+    """allocate 0, reduce 0, allocate 1, the rest of 0 that belongs inside, reduce 1, ...; then what may wait."""
+    frees = any(isinstance(action, FreeGradients) for action in followers)
+    inside = [] if frees else [action for action in followers if _allocates_bucket(action)]
+    pending: list[Action] = []
+    outside: list[Action] = []
+    for bucket in dict.fromkeys(bucket_of(action) for action in followers):
+        about = [action for action in followers if bucket_of(action) == bucket]
+        inside += [action for action in about if frees and _allocates_bucket(action)]
+        chain = [action for action in about if not _allocates_bucket(action)]
+        belongs_inside = [i for i, a in enumerate(chain) if isinstance(a, (ReduceGradients, FreeGradients))]
+        if belongs_inside:
+            inside += [*pending, chain[0]]
+            pending = chain[1 : belongs_inside[-1] + 1]
+            chain = chain[belongs_inside[-1] + 1 :]
+        outside += chain
+    for action in (*inside, *pending):
+        yield happening_during(backward, action)
+    yield from outside
+
+
+def _allocates_bucket(action: Action) -> bool:
+    return isinstance(action, AllocateGradients) and action.part is Part.BUCKET
 
 
 def _sink_waits(actions: Sequence[Action]) -> list[Action]:
-    """Every wait, with the scales that depend on it, moves down to just before the first action that touches its
-    bucket.
+    """Every wait outside a backward, with what follows from it, moves down to just before the first action that touches
+    its bucket.
     """
     changed: list[Action] = []
     pending: dict[int, list[Action]] = {}
     for action in actions:
-        if isinstance(action, WaitReduce):
+        bucket = bucket_of(action)
+        if isinstance(action, WaitReduce) and action.during is None:
             pending[action.bucket] = [action]
             continue
-        if isinstance(action, ScaleGradients) and action.bucket in pending:
-            pending[action.bucket].append(action)
+        if bucket in pending and isinstance(action, SYNCHRONISATION) and not isinstance(action, ReduceGradients):
+            pending[bucket].append(action)
             continue
-        for bucket in [bucket for bucket in pending if _touches(action, bucket)]:
-            changed += pending.pop(bucket)
+        for waited in [waited for waited in pending if _touches(action, waited)]:
+            changed += pending.pop(waited)
         changed.append(action)
     assert not pending, f"waits for buckets {list(pending)} are never needed"
     return changed

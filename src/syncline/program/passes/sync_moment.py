@@ -4,13 +4,23 @@ bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
-from syncline.program.actions import Action, ClipGradients, ReduceGradients, ScaleGradients, WaitReduce
-from syncline.program.passes.positions import last_backward
+from syncline.program.actions import (
+    AccumulateShard,
+    Action,
+    ReduceGradients,
+    ScaleGradients,
+    WaitReduce,
+    ZeroGradients,
+    bucket_of,
+)
+from syncline.program.passes.positions import clipping, last_backward
 from syncline.program.program import Program
 
-SYNCHRONISATION = (ReduceGradients, WaitReduce, ScaleGradients)
+SYNCHRONISATION = (ReduceGradients, WaitReduce, ScaleGradients, AccumulateShard, ZeroGradients)
+"""Between a backward and the next action of another kind: a reduction, and what becomes of its result."""
 
 
 def sync_last_micro_batch(program: Program) -> Program:
@@ -32,16 +42,20 @@ def sync_after_accumulation(program: Program) -> Program:
     """
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = last_backward(actions)
-        moved = [action for action in actions[last + 1 :] if isinstance(action, SYNCHRONISATION)]
-        starts = [action for action in moved if isinstance(action, ReduceGradients)]
-        rest = [action for action in moved if not isinstance(action, ReduceGradients)]
-        changed: list[Action] = []
-        for action in actions:
-            if isinstance(action, ClipGradients):
-                changed += [*starts, *rest]
-            if not isinstance(action, SYNCHRONISATION):
-                changed.append(action)
-        return changed
+        last, clip = last_backward(actions), clipping(actions)
+        before = [action for action in actions[:clip] if not isinstance(action, SYNCHRONISATION)]
+        moved = [action for action in actions[last + 1 : clip] if isinstance(action, SYNCHRONISATION)]
+        return [*before, *_side_by_side(moved), *actions[clip:]]
 
     return program.map_ranks(change)
+
+
+def _side_by_side(actions: Iterable[Action]) -> Iterator[Action]:
+    """All buckets' first reductions, then for each bucket what follows up to its next wait, and so on."""
+    rounds: dict[int, list[Action]] = {}
+    waits: Counter[int | None] = Counter()
+    for action in actions:
+        waits[bucket_of(action)] += isinstance(action, WaitReduce)
+        rounds.setdefault(waits[bucket_of(action)], []).append(action)
+    for index in sorted(rounds):
+        yield from rounds[index]

@@ -13,7 +13,7 @@ def sum_tied_gradients(program: Program) -> Program:
         sums = [
             ReduceReplicated(bucket.id, "tied:" + ",".join(map(str, bucket.tie_stages)), bucket.tie)
             for bucket in program.buckets(rank)
-            if bucket.tie is not None
+            if bucket.tie is not None and program.owns(rank, bucket.id)
         ]
         changed: list[Action] = []
         for action in actions:

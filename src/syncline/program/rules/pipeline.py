@@ -1,0 +1,121 @@
+"""Forwards, backwards, and the messages between stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from fractions import Fraction
+
+from syncline.program.abstract_state import Blocked, RankState, Violation
+from syncline.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    PointToPoint,
+    ReceiveActivation,
+    ReceiveGradient,
+    ScaleLoss,
+    SendActivation,
+    SendGradient,
+)
+from syncline.program.program import MESSAGES_IN_FLIGHT
+from syncline.program.rules.gradients import GradientRules
+from syncline.program.rules.handlers import Handler, World
+from syncline.program.rules.parameters import ParameterRules
+
+
+class PipelineRules:
+    """Computations use parameters and write gradients; messages carry their inputs and seeds."""
+
+    def __init__(self, world: World, gradients: GradientRules, parameters: ParameterRules) -> None:
+        self._world = world
+        self._program = world.program
+        self._gradients = gradients
+        self._parameters = parameters
+        self._channels: dict[tuple[int, int, str], deque[tuple[PointToPoint, Fraction]]] = defaultdict(deque)
+
+    @property
+    def handlers(self) -> dict[type[Action], Handler]:
+        return {
+            Forward: self._forward,
+            ScaleLoss: self._scale_loss,
+            Backward: self._backward,
+            SendActivation: self._send,
+            SendGradient: self._send,
+            ReceiveActivation: self._receive,
+            ReceiveGradient: self._receive,
+        }
+
+    def check_end(self, rank: RankState) -> None:
+        for (source, destination, direction), waiting in self._channels.items():
+            if waiting and destination == rank.number:
+                what = f"{direction} of micro-batch {waiting[0][0].micro_batch} from rank {source} is never received"
+                raise Violation(1, rank.number, None, what)
+        for stage, micro_batch in sorted(rank.forwards - rank.backwards):
+            if rank.backwards or rank.buckets:
+                what = f"the activations of stage {stage}, micro-batch {micro_batch} are never used"
+                raise Violation(3, rank.number, None, what)
+
+    def _forward(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, Forward)
+        key = (action.stage, action.micro_batch)
+        if action.stage > 0 and key not in rank.activations:
+            raise Violation(3, rank.number, action, "its activation has not been received")
+        self._parameters.use(rank, action)
+        rank.forwards.add(key)
+
+    def _scale_loss(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, ScaleLoss)
+        if (action.stage, action.micro_batch) in rank.backwards:
+            raise Violation(5, rank.number, action, "the backward has already been seeded")
+        seed = rank.seeds.get(action.micro_batch, Fraction(1))
+        rank.seeds[action.micro_batch] = seed * self._world.value(action.scale)
+
+    def _backward(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, Backward)
+        key = (action.stage, action.micro_batch)
+        if key not in rank.forwards:
+            raise Violation(3, rank.number, action, "it comes before its forward")
+        if action.stage == self._program.last_stage:
+            seed = rank.seeds.get(action.micro_batch, Fraction(1))
+        elif key in rank.gradients:
+            seed = rank.gradients[key]
+        else:
+            raise Violation(3, rank.number, action, "the gradient of its output has not been received")
+        if key in rank.backwards:
+            raise Violation(2, rank.number, action, "the same gradient is added twice")
+        self._parameters.use(rank, action)
+        rank.backwards.add(key)
+        self._gradients.write(rank, action, seed)
+
+    def _send(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, PointToPoint)
+        done = rank.forwards if isinstance(action, SendActivation) else rank.backwards
+        if (action.stage, action.micro_batch) not in done:
+            raise Violation(3, rank.number, action, "what it sends has not been computed")
+        channel = self._channels[rank.number, action.peer, action.direction]
+        if len(channel) >= MESSAGES_IN_FLIGHT:
+            raise Blocked
+        seed = Fraction(1)
+        if isinstance(action, SendGradient):
+            on_last = action.stage == self._program.last_stage
+            seed = (
+                rank.seeds.get(action.micro_batch, Fraction(1))
+                if on_last
+                else rank.gradients[action.stage, action.micro_batch]
+            )
+        channel.append((action, seed))
+
+    def _receive(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, PointToPoint)
+        channel = self._channels[action.peer, rank.number, action.direction]
+        if not channel:
+            raise Blocked
+        sent, seed = channel.popleft()
+        step = 1 if action.direction == "activation" else -1
+        if (sent.stage + step, sent.micro_batch) != (action.stage, action.micro_batch):
+            raise Violation(1, rank.number, action, f"what rank {action.peer} sends next is {sent}")
+        key = (action.stage, action.micro_batch)
+        if isinstance(action, ReceiveActivation):
+            rank.activations.add(key)
+        else:
+            rank.gradients[key] = seed
