@@ -3,9 +3,9 @@
 python benchmarks/side_by_side.py [--only NAME,...] [--link LINK,...] [--repetitions N] [--json]
     [--write docs/benchmarks.md]
 
-Each peer has two processes of its own. In a repetition every peer does one step, in an order drawn anew, while all
-others wait. The peers' libraries are installed into outputs/benchmark-peers on first use. Links with a rate are made
-of network namespaces, which needs root.
+Each peer has two processes of its own. In a repetition every peer takes a turn, in an order drawn anew, while all
+others wait: two steps in a row, of which the second is timed. The peers' libraries are installed into
+outputs/benchmark-peers on first use. Links with a rate are made of network namespaces, which needs root.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from kernel import available_bytes
 from link import LINKS, LinkUnavailable, open_link
 from peers.catalogue import PEERS, REFERENCE_PEER
 from peers.environment import CannotInstall, peers_python
-from peers.processes import Peer, PeerFailed, PeerProcesses, PeerRefused, StepFigures, peer_processes
+from peers.processes import Peer, PeerFailed, PeerProcesses, PeerRefused, TurnFigures, peer_processes
 from ranks import RANKS
-from reporting import missing_section, pair_ratios, write_section
+from reporting import LEAST_REPETITIONS, missing_section, pair_ratios, write_section
 from side_by_side_report import report
 from syncline.arguments.nearest import nearest
 
 SECTION = "side_by_side"
-REPETITIONS = 9
-WARM_UP_STEPS = 2
+WARM_UP_TURNS = 1
 """By then every library has the buffers that it keeps."""
 LOSS_TOLERANCE = 1e-4
 """By how much, relatively, a peer's loss in its first step may differ from the others'."""
 LEAST_AVAILABLE = 3 * 2**29
-"""Bytes of memory that must be left before a peer starts or steps, which takes less."""
+"""Bytes of memory that must be left before a peer starts or takes its turn, which needs less."""
 
 
 class Unequal(Exception):
@@ -99,7 +98,7 @@ def measure(names: Sequence[str], links: Sequence[str], repetitions: int) -> lis
             if processes is None:
                 continue
             memory = memory or _measure_memory(processes, names)
-            rows += _rows(link, memory, _step_in_turns(processes, link, list(memory), repetitions))
+            rows += _rows(link, memory, _take_turns(processes, link, list(memory), repetitions))
     return rows
 
 
@@ -123,58 +122,58 @@ def _measure_memory(processes: PeerProcesses, names: Sequence[str]) -> dict[str,
     for name in names:
         try:
             with processes.peer(name, returns_memory=True) as peer:
-                steps = [peer.step() for _ in range(WARM_UP_STEPS + 1)]
+                turns = [peer.take_turn() for _ in range(WARM_UP_TURNS + 1)]
         except PeerRefused as reason:
             _say(f"{name}: skipped: {reason}")
             continue
-        memory[name] = Memory(steps[-1].peak_bytes, steps[-1].held_bytes)
-        first_losses[name] = steps[0].loss
+        memory[name] = Memory(turns[-1].peak_bytes, turns[-1].held_bytes)
+        first_losses[name] = turns[0].losses[0]
         _say(f"{name}: peak {memory[name].peak / 2**20:.0f} MiB, held {memory[name].held / 2**20:.0f} MiB")
     _refuse_unequal(first_losses)
     return memory
 
 
-def _step_in_turns(
+def _take_turns(
     processes: PeerProcesses, link: str, names: Sequence[str], repetitions: int
-) -> dict[str, list[StepFigures]]:
-    """All steps by peer, those of its warm-up first.
+) -> dict[str, list[TurnFigures]]:
+    """All turns by peer, those of its warm-up first.
 
-    A repetition is one step of every peer, so that what disturbs the machine disturbs all.
+    A repetition is a turn of every peer, so that what disturbs the machine disturbs all.
     """
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
-        steps: dict[str, list[StepFigures]] = {}
+        turns: dict[str, list[TurnFigures]] = {}
         for name in names:
             _refuse_too_little_memory(len(peers))
             peers[name] = stack.enter_context(processes.peer(name))
-            steps[name] = [peers[name].step() for _ in range(WARM_UP_STEPS)]
+            turns[name] = [peers[name].take_turn() for _ in range(WARM_UP_TURNS)]
             _say(f"{link}: {name} is warm")
-        _refuse_unequal({name: each[0].loss for name, each in steps.items()})
+        _refuse_unequal({name: each[0].losses[0] for name, each in turns.items()})
         order = random.Random(0)
         for repetition in range(repetitions):
             for name in order.sample(list(peers), len(peers)):
                 _refuse_too_little_memory(len(peers))
-                steps[name].append(peers[name].step())
+                turns[name].append(peers[name].take_turn())
             _say(f"{link}: repetition {repetition + 1} of {repetitions}")
-        return steps
+        return turns
 
 
 def _rows(
-    link: str, memory: Mapping[str, Memory], steps: Mapping[str, Sequence[StepFigures]]
+    link: str, memory: Mapping[str, Memory], turns: Mapping[str, Sequence[TurnFigures]]
 ) -> Iterator[dict[str, Any]]:
-    timed = {name: each[WARM_UP_STEPS:] for name, each in steps.items()}
-    seconds = {name: [step.seconds for step in each] for name, each in timed.items()}
+    timed = {name: each[WARM_UP_TURNS:] for name, each in turns.items()}
+    seconds = {name: [turn.seconds for turn in each] for name, each in timed.items()}
     reference = seconds.get(REFERENCE_PEER)
-    for name in steps:
+    for name in turns:
         yield {
             "peer": name,
             "link": link,
             "step_seconds": median(seconds[name]),
-            "bytes_sent": int(median(step.bytes_sent for step in timed[name])),
+            "bytes_sent": int(median(turn.bytes_sent for turn in timed[name])),
             "peak_bytes": memory[name].peak,
             "held_bytes": memory[name].held,
-            "loss": timed[name][0].loss,
-            "first_loss": steps[name][0].loss,
+            "loss": timed[name][0].losses[-1],
+            "first_loss": turns[name][0].losses[0],
             "ratio_to_ddp": median(pair_ratios(seconds[name], reference)) if reference else None,
             "seconds": seconds[name],
             "ranks": RANKS,
@@ -234,9 +233,10 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--repetitions",
         type=_count,
-        default=REPETITIONS,
+        default=LEAST_REPETITIONS,
         metavar="N",
-        help=f"how many steps of each peer are timed on each link (default: {REPETITIONS})",
+        help="how often each peer takes its turn on each link (default, and the least for a confidence interval: "
+        f"{LEAST_REPETITIONS})",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     parser.add_argument("--write", type=_page, metavar="PAGE", help="write the section into this page")

@@ -51,13 +51,13 @@ def _introduction(rows: Rows) -> Iterator[str]:
     yield (
         f"Llama of 26.5M parameters ({describe(REFERENCE)}), k = {ACCUMULATION}, float32, fused AdamW, {RANKS} Gloo "
         f"ranks, {THREADS_PER_RANK} thread each; every peer starts from the same weights and trains on the same "
-        "samples. Each peer has processes of its own, and one peer steps while all others wait, in an order drawn anew "
-        "for each repetition. Behind a step's seconds stands their ratio to those of the same repetition's step of "
-        f"{PEERS[REFERENCE_PEER].title}. A waiting peer has given all memory that it does not use back to the system, "
-        "and gets it again in its next step, which costs every peer some percent of the step. *Sent* is per step, by "
+        "samples. Each peer has processes of its own. In every repetition each peer takes its turn, in an order drawn "
+        "anew, while all others wait; a turn is two steps in a row, of which the second is timed. Behind a step's "
+        "seconds stands their ratio to those of the same repetition's step of "
+        f"{PEERS[REFERENCE_PEER].title}. *Sent* is per step, by "
         "both ranks together, as the kernel counts it. Memory is measured apart, on the larger rank, each peer alone "
         "and set so that glibc returns every freed block from 64 KiB on: what is resident and no page of a file, less "
-        "what it was once everything was imported and had run once on a tiny model. *Loss* is that of the third step. "
+        "what it was once everything was imported and had run once on a tiny model. *Loss* is that of the fourth step. "
         "The links with a rate are pairs of virtual interfaces between two network namespaces, held to the rate in "
         "each direction."
     )

@@ -12,6 +12,7 @@ call gets a Gloo group of its own: what a failed test leaves behind ends with it
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import sys
@@ -196,6 +197,8 @@ def _answer(rank: int, message: bytes, store: dist.Store, pipe: connection.Conne
         reply = pickle.dumps(failure_of(rank, error))
     pipe.send_bytes(reply)
     faulthandler.cancel_dump_traceback_later()
+    # A worker and its model refer to each other, and so keep process groups: threads that wake up all the time.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_default_dtype(torch.float32)

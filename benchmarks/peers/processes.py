@@ -1,4 +1,4 @@
-"""Peers in processes of their own: started, asked for a step at a time, and ended. The other end is `host.py`."""
+"""Peers in processes of their own: started, asked for a turn at a time, and ended. The other end is `host.py`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class PeerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """One step of both ranks; memory is that of the larger one, in bytes above that of an idle interpreter."""
+class TurnFigures:
+    """Two steps in a row of both ranks; memory is that of the larger one, in bytes above an idle interpreter's."""
 
     seconds: float
-    """Of the slower rank."""
+    """Of the second step, on the slower rank."""
     bytes_sent: int
-    """By both ranks together, as the kernel counts it."""
+    """Per step, by both ranks together, as the kernel counts it."""
     peak_bytes: int
     held_bytes: int
-    """After the step."""
-    loss: float
-    """Before the update, the mean over the global batch."""
+    """Between this turn and the next."""
+    losses: tuple[float, ...]
+    """Of each step before its update, the mean over the global batch."""
 
 
 class Peer:
@@ -68,18 +68,18 @@ class Peer:
         for rank in range(RANKS):
             self._answer(rank)
 
-    def step(self) -> StepFigures:
+    def take_turn(self) -> TurnFigures:
         """Raises `PeerFailed`."""
         for stream in self._streams:
-            send(stream, {"step": True})
+            send(stream, {"turn": True})
         answers = [self._answer(rank) for rank in range(RANKS)]
         sent = [int(answer["sent"]) for answer in answers]
-        return StepFigures(
+        return TurnFigures(
             seconds=max(answer["seconds"] for answer in answers),
             bytes_sent=sent[0] if self._link.is_shared else sum(sent),
             peak_bytes=max(answer["peak"] for answer in answers),
             held_bytes=max(answer["held"] for answer in answers),
-            loss=mean(answer["loss"] for answer in answers),
+            losses=tuple(map(mean, zip(*(answer["losses"] for answer in answers), strict=True))),
         )
 
     def end(self) -> None:
@@ -131,7 +131,8 @@ class PeerProcesses:
         try:
             for rank, host in enumerate(self._hosts):
                 assert host.stdin is not None
-                send(host.stdin, {**request, "log": str(logs[rank])})
+                with suppress(BrokenPipeError):  # then `_accept` says so
+                    send(host.stdin, {**request, "log": str(logs[rank])})
                 stream = self._accept().makefile("rw")
                 greeting = receive(stream)
                 if greeting is None:
@@ -149,15 +150,16 @@ class PeerProcesses:
             for rank, host in enumerate(self._hosts):
                 if host.poll() is not None:
                     log = (self._folder / f"host-{rank}.log").read_text(errors="replace")
-                    raise PeerFailed(f"the process that holds the peers of rank {rank} has ended\n{log}")
+                    raise PeerFailed(
+                        f"the process that peers of rank {rank} start from has ended: {_status(host)}\n{log}"
+                    )
 
 
 @contextmanager
 def peer_processes(link: Link, python: Path) -> Iterator[PeerProcesses]:
     """Processes of `python` on both ends of a link, from which peers can be started; all end with the `with` statement.
 
-    Memory that is held twice, or bytes on a wire, are counted for all processes of the link: let one peer step at a
-    time.
+    Let one peer take its turn at a time: bytes on a link are counted for all of its processes.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(_folder()))
@@ -172,9 +174,8 @@ def peer_processes(link: Link, python: Path) -> Iterator[PeerProcesses]:
 @contextmanager
 def _host(link: Link, rank: int, python: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     # In a session of its own: Ctrl-C comes to the benchmark alone, which ends its hosts, and they their peers.
-    with (
-        open(folder / f"host-{rank}.log", "w") as log,
-        subprocess.Popen(
+    with open(folder / f"host-{rank}.log", "w") as log:
+        host = subprocess.Popen(
             [*link.within(rank), str(python), "-m", "peers.host"],
             env=_environment(link, rank, folder),
             stdin=subprocess.PIPE,
@@ -182,12 +183,15 @@ def _host(link: Link, rank: int, python: Path, folder: Path) -> Iterator[subproc
             stderr=log,
             text=True,
             start_new_session=True,
-        ) as host,
-    ):
-        try:
-            yield host
-        finally:
-            host.kill()
+        )
+    try:
+        yield host
+    finally:
+        host.kill()
+        host.wait()
+        assert host.stdin is not None
+        with suppress(BrokenPipeError):
+            host.stdin.close()
 
 
 def _environment(link: Link, rank: int, folder: Path) -> dict[str, str]:
@@ -209,6 +213,11 @@ def _environment(link: Link, rank: int, folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def _status(host: subprocess.Popen[str]) -> str:
+    status = host.returncode
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -23,9 +23,6 @@ pytestmark = pytest.mark.ranks
 
 SAMPLE, SEED = 320, 7
 
-CALLS = {1: 1, 2: 4, 3: 4, 4: 8, 6: 4, 8: 8}
-"""By number of ranks: in how many calls of the pool they run their part of the sample."""
-
 FIXED_IN_A_CALL = ("topology", "sharding", "gradient_sync", "overlap", "average", "loss scale", "release", "dtype")
 """Of the matrix a call runs all combinations of the other axes."""
 
@@ -47,15 +44,16 @@ def sample() -> tuple[Combination, ...]:
 
 @dataclass(frozen=True)
 class PartOfSample:
-    ranks: int
-    part: int
+    """What runs in one call of the pool: on one topology, as every process group that is kept costs threads."""
+
+    topology: str
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks, part {self.part + 1} of {CALLS[self.ranks]}"
+        return self.topology
 
     @property
     def combinations(self) -> list[Combination]:
-        return [row for row in sample() if ranks_of(row) == self.ranks][self.part :: CALLS[self.ranks]]
+        return [row for row in sample() if row["topology"] == self.topology]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class PartOfMatrix:
 
 
 def parts_of_sample() -> list[PartOfSample]:
-    return [PartOfSample(ranks, part) for ranks, parts in CALLS.items() for part in range(parts)]
+    return [PartOfSample(topology) for topology in AXES["topology"]]
 
 
 def parts_of_matrix(share: str) -> list[PartOfMatrix]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 
+from syncline.errors import UserError
 from syncline.modeling.load import build_meta_model
 from syncline.modeling.order import uses_in_forward
 from syncline.modeling.split import plan_split, specs
@@ -17,8 +19,12 @@ from syncline.program.verify import verify
 from syncline.strategy import Strategy
 from syncline.verification.combinations import (
     AXES,
+    BY_SLICES,
     DEGREES,
+    FREE_SLICES,
     SIDE_AXES,
+    STAGE2,
+    STAGE3,
     combinations,
     counts,
     distinct_programs,
@@ -30,6 +36,7 @@ from syncline.verification.combinations import (
     strategy_of,
     works,
 )
+from syncline.verification.combinations_page import combinations_markdown
 from tests.modeling.families import tiny_config
 from tests.verification import program_figures as figures
 from tests.verification.covering import filled_up, pairwise
@@ -41,10 +48,11 @@ ALL_PROGRAMS = ("one rank", "dp=2", "pp=2", "dp=2 pp=2", "sharding=2", "dp=2 sha
 """Topologies of which every program is proven in every run; of the others every pair of choices is, and with `--matrix`
 every program.
 """
-PROGRAMS_OF_OTHERS = 64
+PROGRAMS_OF_OTHERS, PROGRAMS_OF_SIDE_AXES = 64, 500
 PROVERS = 2
 """Processes among which programs are divided."""
 SEED = 20
+ACTIVATION_BYTES = 96
 
 
 # ---- The enumeration -------------------------------------------------------------------------------------------------
@@ -64,10 +72,42 @@ def test_counts_are_those_of_the_enumeration():
 
 def test_only_overlap_after_accumulation_is_refused():
     for combination in random_combinations(600):
-        error = refusal(combination)
         nothing_left = combination["gradient_sync"] == "after_accumulation" and combination["overlap"] == "overlapped"
-        assert (error is not None) == nothing_left, combination
-        assert error is None or "no backward is left to overlap with" in error.wrong
+        if not nothing_left:
+            assert refusal(combination) is None
+            strategy_of(combination)
+            continue
+        with pytest.raises(UserError, match="no backward is left to overlap with") as caught:
+            strategy_of(combination)
+        assert str(caught.value) == str(refusal(combination))
+
+
+def test_choices_that_are_left_out_have_no_effect():
+    places = [{"topology": topology, "k": k} for topology in AXES["topology"] for k in AXES["k"]]
+    others = [(axis, choice) for axis in ("gathers", "schedule", "order") for choice in SIDE_AXES[axis]]
+    left_out = 0
+    for place, form, (axis, choice) in product(places, AXES["sharding"], others):
+        combination = {**place, "sharding": form, axis: choice}
+        if not has_meaning(combination):
+            left_out += 1
+            assert "has no effect here" in " ".join(strategy_of(combination).warnings), combination
+    assert left_out > 1000
+
+
+def test_the_page_has_the_words_of_every_refusal():
+    page = combinations_markdown()
+    for choices in ({"gradient_sync": "after_accumulation", "overlap": "overlapped"}, *slices_of_whole_tensors()):
+        error = refusal({"topology": "sharding=2", **choices})
+        assert error is not None
+        assert all(words in page for words in (f"`{error.given}`", error.wrong, error.instead)), error
+
+
+def slices_of_whole_tensors() -> list[Combination]:
+    return [
+        {"sharding": form, "optimizer": optimizer}
+        for form in (BY_SLICES, FREE_SLICES, STAGE2, STAGE3)
+        for optimizer in ("adafactor", "muon")
+    ]
 
 
 def test_what_a_program_does_not_see_changes_nothing_in_it():
@@ -100,19 +140,12 @@ def without_shape(spec) -> dict:
 # ---- The proof of every program --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """One combination whose program is to be proven."""
-
-    combination: Combination
-
-    def prove(self) -> None:
-        strategy = strategy_of(self.combination)
-        tied = self.combination["tying"] == "tied"
-        layout = llama_layout(strategy, tied)
-        program = build_program(strategy, layout, activation_bytes=96 * strategy.topology.pp)
-        verify(program)
-        assert_figures(program, strategy)
+def prove(combination: Combination) -> None:
+    strategy = strategy_of(combination)
+    layout = llama_layout(strategy, combination["tying"] == "tied")
+    program = build_program(strategy, layout, activation_bytes=ACTIVATION_BYTES)
+    verify(program)
+    assert_figures(program, strategy)
 
 
 def assert_figures(program: Program, strategy: Strategy) -> None:
@@ -132,7 +165,7 @@ def prove_share(rank: int, world_size: int, combinations: Sequence[Combination])
     wrong = []
     for combination in combinations[rank::world_size]:
         try:
-            Case(combination).prove()
+            prove(combination)
         except Exception as error:
             wrong.append(f"[{', '.join(combination.values())}]: {type(error).__name__}: {error}")
     return wrong
@@ -155,13 +188,21 @@ def test_every_program_is_proven(pool, request, topology):
     if topology in ALL_PROGRAMS or request.config.getoption("matrix"):
         chosen = [program.example for program in distinct_programs([topology]).values()]
     else:
-        options = {axis: (topology,) if axis == "topology" else tuple(choices) for axis, choices in AXES.items()}
-        rows = pairwise(options, works)
-        chosen = filled_up(rows, options, max(len(rows), PROGRAMS_OF_OTHERS), SEED, works)
+        chosen = sample({"topology": {topology: {}}}, PROGRAMS_OF_OTHERS)
     prove_all(pool, [in_sizes_of_its_own(combination, index) for index, combination in enumerate(chosen)])
 
 
 @pytest.mark.ranks
 def test_programs_of_side_axes_are_proven(pool):
-    options = {axis: tuple(choices) for axis, choices in {**AXES, **SIDE_AXES}.items()}
-    prove_all(pool, filled_up(pairwise(options, works), options, 500, SEED, works))
+    prove_all(pool, sample(SIDE_AXES, PROGRAMS_OF_SIDE_AXES))
+
+
+def sample(axes: Mapping[str, Mapping[str, Any]], count: int) -> list[Combination]:
+    """Every pair of choices, and more at random; `axes` replaces axes, or adds some."""
+    options = {axis: tuple(choices) for axis, choices in {**AXES, **axes}.items()}
+    fixed = {axis: choices[0] for axis, choices in options.items() if len(choices) == 1}
+
+    def allowed(row: Mapping[str, Any]) -> bool:
+        return works({**fixed, **row})
+
+    return filled_up(pairwise(options, allowed), options, count, SEED, allowed)
