@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
     options = _options(words)
     try:
         rows = measure(options.only, options.link, options.repetitions)
-    except (CannotInstall, PeerFailed, Unequal, TooLittleMemory) as failure:
+    except (CannotInstall, PeerRefused, PeerFailed, Unequal, TooLittleMemory) as failure:
         _say(str(failure))
         return 1
     except KeyboardInterrupt:
@@ -124,7 +124,7 @@ def _measure_memory(processes: PeerProcesses, names: Sequence[str]) -> dict[str,
             with processes.peer(name, returns_memory=True) as peer:
                 turns = [peer.take_turn() for _ in range(WARM_UP_TURNS + 1)]
         except PeerRefused as reason:
-            _say(f"{name}: skipped: {reason}")
+            _say(str(reason))
             continue
         memory[name] = Memory(turns[-1].peak_bytes, turns[-1].held_bytes)
         first_losses[name] = turns[0].losses[0]

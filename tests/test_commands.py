@@ -64,11 +64,13 @@ def test_train_leaves_what_it_promises(tmp_path: Path):
         assert record.gradient_bytes == program["summary"]["peak_gradient_bytes_per_rank"][0]
         assert record.tokens == 2 * 8 * 2 * 16
     line = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
-    assert list(line) == [
+    promised = [
         *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds"),
         *("forward_backward_seconds", "reduce_wait_seconds", "optimizer_seconds", "peak_memory_bytes"),
         *("gradient_bytes", "bytes_sent", "skipped"),
     ]
+    assert list(line)[: len(promised)] == promised
+    assert sum(line["bytes_sent_by_group"].values()) == line["bytes_sent"]
     assert (output / "model" / "model.safetensors").is_file()
     assert list((output / "tensorboard").iterdir())
     resolved = yaml.safe_load((output / "config.yaml").read_text())

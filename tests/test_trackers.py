@@ -23,6 +23,11 @@ KEYS = [
     "gradient_bytes",
     "bytes_sent",
     "skipped",
+    "gradient_bytes_held",
+    "gathered_bytes",
+    "reductions",
+    "bytes_sent_by_group",
+    "loss_scale",
 ]
 
 RECORD = StepMetrics(
@@ -40,6 +45,9 @@ RECORD = StepMetrics(
     gradient_bytes=2**20,
     bytes_sent=2**21,
     skipped=False,
+    gradient_bytes_held=2**19,
+    reductions=5,
+    bytes_sent_by_group={"dp": 2**21},
 )
 
 
@@ -123,7 +131,11 @@ def test_tensorboard(tmp_path):
     tracker.on_predict(state, TrainControl(), text="Once upon a time")
     tracker.on_train_end(state, TrainControl())
     events = EventAccumulator(str(tmp_path)).Reload()
-    scalars = {f"train/{key}" for key in KEYS[1:]} | {"evaluation/loss", "evaluation/perplexity"}
+    numbers = [key for key in KEYS[1:] if key != "bytes_sent_by_group"]
+    scalars = {f"train/{key}" for key in (*numbers, "bytes_sent_by_group/dp")} | {
+        "evaluation/loss",
+        "evaluation/perplexity",
+    }
     assert set(events.Tags()["scalars"]) == scalars
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 5.0), (2, 2.5)]
     assert events.Scalars("evaluation/perplexity")[0].value == pytest.approx(4.0)

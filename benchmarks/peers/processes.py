@@ -96,7 +96,7 @@ class Peer:
             log = "\n".join(self._logs[rank].read_text(errors="replace").splitlines()[-LOG_LINES:])
             raise PeerFailed(f"{self.name}: rank {rank} ended without an answer, perhaps for want of memory\n{log}")
         if "refused" in answer:
-            raise PeerRefused(answer["refused"])
+            raise PeerRefused(f"{self.name}: skipped: {answer['refused']}")
         if "failed" in answer:
             raise PeerFailed(f"{self.name}: rank {rank} failed\n{answer['failed']}")
         return answer
@@ -131,8 +131,7 @@ class PeerProcesses:
         try:
             for rank, host in enumerate(self._hosts):
                 assert host.stdin is not None
-                with suppress(BrokenPipeError):  # then `_accept` says so
-                    send(host.stdin, {**request, "log": str(logs[rank])})
+                send(host.stdin, {**request, "log": str(logs[rank])})
                 stream = self._accept().makefile("rw")
                 greeting = receive(stream)
                 if greeting is None:
@@ -190,7 +189,7 @@ def _host(link: Link, rank: int, python: Path, folder: Path) -> Iterator[subproc
         host.kill()
         host.wait()
         assert host.stdin is not None
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             host.stdin.close()
 
 

@@ -418,6 +418,8 @@ EVALUATED = {
     }.items()
 }
 EVALUATED["replicas"] = replace(EVALUATED["replicas"], topology=Topology(dp=2))
+EVALUATED["stage 3, one bucket"] = exact(EVALUATED["stage 3"], bucket_bytes=1 << 20)
+"""Of one bucket nothing is gathered within a computation, unless it comes anew."""
 
 
 def in_the_midst(rank: int, world_size: int, strategy: Strategy) -> list[str]:
@@ -435,6 +437,13 @@ def in_the_midst(rank: int, world_size: int, strategy: Strategy) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("form", EVALUATED)
+NOT_WATCHED = pytest.mark.xfail(
+    strict=True, reason="a computation within which nothing is gathered does not look for uses of what comes anew"
+)
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(name, marks=[NOT_WATCHED] if name.endswith("one bucket") else []) for name in EVALUATED]
+)
 def test_an_evaluation_in_the_midst_of_a_step_changes_no_bit_of_it(pool, form):
     assert pool.run(2, in_the_midst, EVALUATED[form]) == [[], []]

@@ -178,7 +178,7 @@ def frees_in_every_backward(name: str) -> bool:
     return "every micro-batch" in name and name.startswith(("stage 2", "stage 3", "tensors, freed"))
 
 
-@pytest.mark.parametrize(("turn", "topology"), enumerate(SHARDED_TOPOLOGIES))
+@pytest.mark.parametrize(("turn", "topology"), list(enumerate(SHARDED_TOPOLOGIES)))
 def test_counted_bytes_equal_the_programs_under_sharding(pool, turn, topology):
     ranks, degrees = SHARDED_TOPOLOGIES[topology]
     by_rank = pool.run(ranks, all_figures, degrees, sharded_variants(2 * turn), timeout=240.0)
