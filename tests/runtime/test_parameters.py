@@ -437,13 +437,6 @@ def in_the_midst(rank: int, world_size: int, strategy: Strategy) -> list[str]:
     return wrong
 
 
-NOT_WATCHED = pytest.mark.xfail(
-    strict=True, reason="a computation within which nothing is gathered does not look for uses of what comes anew"
-)
-
-
-@pytest.mark.parametrize(
-    "form", [pytest.param(name, marks=[NOT_WATCHED] if name.endswith("one bucket") else []) for name in EVALUATED]
-)
+@pytest.mark.parametrize("form", EVALUATED)
 def test_an_evaluation_in_the_midst_of_a_step_changes_no_bit_of_it(pool, form):
     assert pool.run(2, in_the_midst, EVALUATED[form]) == [[], []]

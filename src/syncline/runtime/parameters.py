@@ -62,7 +62,8 @@ class Parameters:
         """Around a computation; `inside` holds the actions that happen during it, those of other kinds included."""
         awaited = [action for action in inside if isinstance(action, ACTIONS)]
         self._queue.arm(awaited)
-        with self._uses[0] if awaited else nullcontext():
+        # Behind `at_rest` parameters are on their way that the program does not wait for here.
+        with self._uses[0] if awaited or self._gathers else nullcontext():
             yield
         self._queue.finish()
 
