@@ -17,6 +17,7 @@ from syncline.program.actions import (
     Action,
     ClipGradients,
     OptimizerStep,
+    Part,
     ReduceGradients,
     ReduceLoss,
     ReduceReplicated,
@@ -243,8 +244,8 @@ def verify_perturbed(rank: int, world_size: int, keys: Keys, wrong_rank: int, am
     """On one rank, the first number of every bucket's first gradient is off by `amount`."""
     honest = GradientBucket.allocate
 
-    def allocate(bucket: GradientBucket) -> None:
-        honest(bucket)
+    def allocate(bucket: GradientBucket, part: Part = Part.BUCKET) -> None:
+        honest(bucket, part)
         bucket.flat[0] += amount
 
     if rank == wrong_rank:
@@ -266,8 +267,8 @@ def verify_poisoned(rank: int, world_size: int) -> Report:
     """One rank's last bucket of gradients becomes NaN."""
     honest = GradientBucket.zero
 
-    def zero(bucket: GradientBucket) -> None:
-        honest(bucket)
+    def zero(bucket: GradientBucket, part: Part = Part.BUCKET) -> None:
+        honest(bucket, part)
         if rank == 1:
             bucket.flat.fill_(float("nan"))
 
