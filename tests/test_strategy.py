@@ -199,6 +199,30 @@ class TestSharding:
         (warning,) = strategy.warnings
         assert warning == "sharding has no effect here: there is only one rank to divide among."
 
+    def test_replicas_that_were_asked_to_be_whole_are_not_divided(self):
+        strategy = resolve(sharding="stage1", data_parallel_degree=2)
+        assert strategy.shards == 1
+        (warning,) = strategy.warnings
+        assert "sharding_parallel_degree divides among so many" in warning
+
+    def test_two_stages_are_refused(self):
+        error = refusal(sharding="stage1 stage3", sharding_parallel_degree=2)
+        assert (error.given, error.instead) == ("sharding=stage1 stage3", "Write sharding: stage3.")
+
+    @pytest.mark.parametrize(
+        "averages",
+        [
+            {"sharding_parallel_config": "disable_stage1_reduce_avg use_reduce_avg"},
+            {
+                "sharding_parallel_config": "disable_stage1_reduce_avg",
+                "data_parallel_config": "enable_allreduce_avg_in_gradient_scale",
+            },
+        ],
+    )
+    def test_sums_and_averages_are_refused_together_where_both_would_act(self, averages):
+        assert "disable_stage1_reduce_avg" in refusal(**{**STAGE1, **averages}).given
+        assert resolve(**{**STAGE2, **averages}).average_in_collective
+
     def test_ranks_that_divide_nothing_are_replicas(self):
         strategy = resolve(sharding_parallel_degree=2, data_parallel_degree=2)
         assert strategy.sharding is Sharding.NONE
@@ -236,6 +260,10 @@ class TestSharding:
         assert error.given == f"{config}={flag} and gradient_sync=after_accumulation"
         assert "no backward is left to overlap with" in error.wrong
 
+    def test_an_overlap_of_another_stage_is_a_warning_after_accumulation_too(self):
+        keys = {**STAGE1, "gradient_sync": "after_accumulation", "sharding_parallel_config": "enable_stage2_overlap"}
+        assert "enable_stage2_overlap has no effect here: it needs sharding: stage2." in resolve(**keys).warnings
+
     def test_stage2s_overlap_contradicts_after_accumulation(self):
         keys = {**STAGE2, "gradient_sync": "after_accumulation", "sharding_parallel_config": "enable_stage2_overlap"}
         assert "enable_stage2_overlap" in refusal(**keys).given
@@ -267,9 +295,16 @@ class TestSharding:
         (warning,) = resolve(**STAGE1, sharding_comm_buffer_size_MB=3, gradient_bucket_size_MB=0.5).warnings
         assert warning == "gradient_bucket_size_MB has no effect here: sharding_comm_buffer_size_MB decides."
 
-    @pytest.mark.parametrize("stage", ["stage2", "stage3"])
-    def test_whole_gradients_that_accumulate_by_default_are_a_warning(self, stage):
-        keys = {"sharding": stage, "sharding_parallel_degree": 2}
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            {"sharding": "stage2"},
+            {"sharding": "stage3"},
+            {"sharding": "stage1", "sharding_parallel_config": "free_grads_in_comm"},
+        ],
+    )
+    def test_whole_gradients_that_accumulate_by_default_are_a_warning(self, keys):
+        keys = {**keys, "sharding_parallel_degree": 2}
         (warning,) = resolve(**keys, gradient_accumulation_steps=4).warnings
         assert "gradient_sync: every_micro_batch" in warning
         assert resolve(**keys).warnings == ()

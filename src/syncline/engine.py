@@ -16,6 +16,7 @@ from syncline.modeling.split import cut
 from syncline.modeling.stage import Stage
 from syncline.program.build import build_forward_program
 from syncline.program.program import Program
+from syncline.program.verify import verify
 from syncline.runtime.collectives import Collectives
 from syncline.runtime.transport import Transport
 from syncline.runtime.worker import Worker
@@ -51,6 +52,8 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
         build_forward_program(strategy, job.layout, micro_batches, activation_bytes=program.sizes.activation_bytes)
         for micro_batches in (EVALUATION_MICRO_BATCHES, 1)
     )
+    for forwards in (evaluation, prediction):
+        verify(forwards, updates=False)
     reduce_dtype = getattr(torch, strategy.reduce_dtype)
     collectives = Collectives([program, evaluation, prediction], rank, reduce_dtype, timeout)
     transport = Transport(strategy.topology, strategy.shape_exchange, device, collectives.traffic, timeout)

@@ -101,7 +101,16 @@ NO_EFFECT = (
         lambda a, t: not a.sharding,
         "nothing is sharded; gradient_bucket_size_MB counts",
     ),
-    NoEffect("sharding", lambda a, t: t.sharding == 1, "there is only one rank to divide among"),
+    NoEffect(
+        "sharding",
+        lambda a, t: t.sharding == 1 and t.dp == 1,
+        "there is only one rank to divide among",
+    ),
+    NoEffect(
+        "sharding",
+        lambda a, t: t.sharding == 1 and t.dp > 1,
+        "data_parallel_degree keeps all replicas whole; sharding_parallel_degree divides among so many",
+    ),
     NoEffect(
         "sharding_parallel_degree",
         lambda a, t: t.sharding > 1 and not a.sharding,

@@ -29,6 +29,8 @@ OVERLAP_FLAGS = (
 )
 """Spellings of `overlap_gradient_reduction: true`."""
 
+AVERAGE_FLAGS = ("enable_allreduce_avg_in_gradient_scale", "use_reduce_avg")
+
 WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "muon")
 """These cannot update a slice of a parameter."""
 
@@ -158,6 +160,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     topology = _topology(arguments)
     _refuse_slices_of_whole_tensors(arguments, topology)
     flags, flag_warnings = acting_flags(arguments, topology)
+    _refuse_sums_and_averages(arguments, topology)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
     sync = _sync_moment(arguments)
     return Strategy(
@@ -165,12 +168,12 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         micro_batches=arguments.gradient_accumulation_steps,
         schedule=arguments.pipeline_schedule_mode,
         sync=sync,
-        overlap=_overlap(arguments, sync),
-        average_in_collective=bool(flags & {"enable_allreduce_avg_in_gradient_scale", "use_reduce_avg"}),
-        release_gradients=bool(_switched_on(arguments, "release_grads", "enable_release_grads")),
+        overlap=_overlap(arguments, flags, sync),
+        average_in_collective=bool(flags & set(AVERAGE_FLAGS)),
+        release_gradients=bool(_switched_on(arguments, flags, "release_grads", "enable_release_grads")),
         sharding=_sharding(arguments),
         free_in_communication="free_grads_in_comm" in flags,
-        overlap_gathers=_overlap_gathers(arguments),
+        overlap_gathers=_overlap_gathers(arguments, flags),
         delay_loss_scale="enable_delay_scale_loss" in flags,
         normalization=Normalization(arguments.gradient_normalization),
         parameter_dtype=parameter_dtype,
@@ -277,9 +280,9 @@ def _sync_moment(arguments: TrainingArguments) -> SyncMoment:
     return SyncMoment.AFTER_ACCUMULATION
 
 
-def _overlap(arguments: TrainingArguments, sync: SyncMoment) -> bool:
+def _overlap(arguments: TrainingArguments, flags: frozenset[str], sync: SyncMoment) -> bool:
     """Whether reductions start inside the backward: by default wherever there is a backward left to overlap."""
-    spellings = [_switched_on(arguments, "overlap_gradient_reduction", flag) for flag in OVERLAP_FLAGS]
+    spellings = [_switched_on(arguments, flags, "overlap_gradient_reduction", flag) for flag in OVERLAP_FLAGS]
     asked = next((spelling for spelling in spellings if spelling), "")
     if sync is not SyncMoment.AFTER_ACCUMULATION:
         return arguments.overlap_gradient_reduction is not False
@@ -317,9 +320,23 @@ def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topo
     )
 
 
-def _overlap_gathers(arguments: TrainingArguments) -> bool:
+def _refuse_sums_and_averages(arguments: TrainingArguments, topology: Topology) -> None:
+    sums = "disable_stage1_reduce_avg"
+    if sums not in arguments.sharding_parallel_config or "stage1" not in arguments.sharding or topology.sharding == 1:
+        return
+    for flag in AVERAGE_FLAGS:
+        config = next((config for config in CONFIGS if flag in getattr(arguments, config)), None)
+        if config:
+            raise UserError(
+                f"sharding_parallel_config={sums} and {config}={flag}",
+                "one asks for sums, the other for averages in the same collectives",
+                "Keep one of the two.",
+            )
+
+
+def _overlap_gathers(arguments: TrainingArguments, flags: frozenset[str]) -> bool:
     for flag in ("enable_stage1_broadcast_overlap", "enable_stage1_allgather_overlap"):
-        _switched_on(arguments, "overlap_parameter_gather", flag)
+        _switched_on(arguments, flags, "overlap_parameter_gather", flag)
     return arguments.overlap_parameter_gather is not False
 
 
@@ -328,9 +345,9 @@ def _bucket_bytes(arguments: TrainingArguments) -> int:
     return max(1, int((of_sharding or arguments.gradient_bucket_size_MB) * 2**20))
 
 
-def _switched_on(arguments: TrainingArguments, key: str, flag: str) -> str:
-    """How `key` was switched on, as written: by itself or by `flag`; empty when it was not."""
-    config = next((config for config in CONFIGS if flag in getattr(arguments, config)), None)
+def _switched_on(arguments: TrainingArguments, flags: frozenset[str], key: str, flag: str) -> str:
+    """How `key` was switched on, as written: by itself or by `flag`, if that acts; empty when it was not."""
+    config = next((config for config in CONFIGS if flag in flags and flag in getattr(arguments, config)), None)
     if config and getattr(arguments, key) is False:
         raise UserError(f"{key}=false and {config}={flag}", f"the flag means {key}: true", "Keep one of the two.")
     if config:
@@ -353,7 +370,8 @@ def _warnings(
             "Reducing after accumulation saves no reduction here: gradient_accumulation_steps is 1. "
             "It only ends the overlap of reductions with the backward."
         )
-    keeps_shards = topology.sharding > 1 and _sharding(arguments) in (Sharding.STAGE2, Sharding.STAGE3)
+    stages = (Sharding.STAGE2, Sharding.STAGE3)
+    keeps_shards = topology.sharding > 1 and (_sharding(arguments) in stages or "free_grads_in_comm" in flags)
     by_default = not arguments.gradient_sync and sync is SyncMoment.LAST_MICRO_BATCH
     if keeps_shards and by_default and arguments.gradient_accumulation_steps > 1:
         yield (

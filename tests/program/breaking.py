@@ -15,13 +15,13 @@ Change = Callable[[int, list[Action]], list[Action]]
 """What becomes of one rank's actions."""
 
 
-def assert_rejected(whole: Program, change: Change, rule: int) -> None:
+def assert_rejected(whole: Program, change: Change, rule: int, *, updates: bool = True) -> None:
     """The program as it is passes; changed, it breaks `rule`, and the error says so."""
-    verify(whole)
+    verify(whole, updates=updates)
     broken = whole.map_ranks(lambda rank, actions: change(rank, list(actions)))
     assert broken != whole
     with pytest.raises(Violation) as violation:
-        verify(broken)
+        verify(broken, updates=updates)
     assert violation.value.rule == rule, str(violation.value)
     assert f"rule {rule}" in str(violation.value)
     assert "rank " in str(violation.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from syncline.program.build import build_program
+from syncline.program.build import build_forward_program, build_program
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
 from syncline.program.passes.normalization import token_mean
 from syncline.program.passes.sharding import shard_updates
@@ -92,14 +92,20 @@ def small_sharded(ownership: Ownership, *, shards: int = 2, **sizes: int | bool)
 
 
 def small_program(strategy: Strategy, *, tied: bool = False, layers: int = 3, frozen: Collection[str] = ()) -> Program:
-    topology = strategy.topology
-    layout = small_layout(
-        stages=topology.pp,
+    return build_program(strategy, _layout_for(strategy, tied, layers, frozen), activation_bytes=64)
+
+
+def small_forward_program(strategy: Strategy, micro_batches: int, *, tied: bool = False) -> Program:
+    return build_forward_program(strategy, _layout_for(strategy, tied), micro_batches, activation_bytes=64)
+
+
+def _layout_for(strategy: Strategy, tied: bool, layers: int = 3, frozen: Collection[str] = ()) -> ParameterLayout:
+    return small_layout(
+        stages=strategy.topology.pp,
         tied=tied,
-        layers=max(layers, topology.pp),
+        layers=max(layers, strategy.topology.pp),
         ownership=strategy.ownership,
         shards=strategy.shards,
         divide_parameters=strategy.divides_parameters,
         frozen=frozen,
     )
-    return build_program(strategy, layout, activation_bytes=64)

@@ -47,7 +47,7 @@ from tests.program.breaking import (
     without,
     without_any,
 )
-from tests.program.examples import small_program
+from tests.program.examples import small_forward_program, small_program
 
 SLICES = Strategy(topology=Topology(dp=2, sharding=2), micro_batches=2, sharding=Sharding.STAGE1_SLICE, overlap=False)
 TENSORS = replace(SLICES, sharding=Sharding.STAGE1_TENSOR)
@@ -351,3 +351,29 @@ def test_a_peak_of_gathered_parameters_that_was_not_declared_is_rejected():
     with pytest.raises(Violation, match="bytes of gathered parameters") as violation:
         verify(replace(program, peak_gathered_bytes=lies))
     assert violation.value.rule == 6
+
+
+# ---- Forwards alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sharding", Sharding)
+@pytest.mark.parametrize("degrees", [{}, {"pp": 3}, {"dp": 2, "sharding": 2}, {"pp": 2, "sharding": 3}], ids=str)
+def test_an_evaluation_is_right_however_training_is_divided(degrees, sharding, tied):
+    strategy = Strategy(topology=Topology(**degrees), sharding=sharding)
+    for micro_batches in (1, 4):
+        verify(small_forward_program(strategy, micro_batches, tied=tied), updates=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (without(WaitGather), 3),
+        (without(FreeParameters), 3),
+        (without(GatherParameters, ranks=(1,)), 3),
+        (all_replaced(ReduceLoss, group="dp"), 5),
+        (doubled(Forward), 3),
+    ],
+)
+def test_a_wrong_evaluation_is_rejected(change, rule):
+    assert_rejected(small_forward_program(STAGE3, 2), change, rule, updates=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from syncline.arguments import arguments_from_mapping
 from syncline.engine import Engine, start_engine
 from syncline.job import Job, describe_job
 from syncline.modeling.batch import MicroBatch
+from syncline.runtime.collectives import Collectives
 from tests.groups import reused_groups
 from tests.stand_ins import CPU
 
@@ -149,6 +152,26 @@ def test_memory_is_flat_over_200_steps_with_release(pool, form):
     for found in pool.run(2, memory_over_steps, FORMS[form], timeout=240.0):
         early, late = max(found[20:100]), max(found[100:])
         assert late <= 1.005 * early, (early, late)
+
+
+def outlived_by(rank: int, world_size: int, keys: Mapping[str, Any]) -> list[str]:
+    """What is left of an engine and its process groups when nobody refers to it any more."""
+    _, engine = engine_of(rank, world_size, keys)
+    engine.worker.step(micro_batches(rank, 0, (8, 8)), 1e-4)
+    left: dict[str, ReferenceType[Any]] = {
+        "worker": ref(engine.worker),
+        "gradients": ref(engine.worker.gradients),
+        **{name: ref(parameter) for name, parameter in engine.stage.named_parameters()},
+    }
+    del engine
+    gc.collect()
+    groups = [each for each in gc.get_objects() if isinstance(each, Collectives)]
+    return [*(name for name, found in left.items() if found() is not None), *map(str, groups)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_left_of_an_engine_that_is_discarded(pool, form):
+    assert pool.run(2, outlived_by, FORMS[form]) == [[], []]
 
 
 def test_layers_of_one_size_have_buckets_of_one_size():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
@@ -12,16 +13,17 @@ BUCKET_ELEMENTS = 1300
 """Small, so that a layer fills more than one bucket."""
 
 LAYER = {
+    "input_layernorm": (HIDDEN,),
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
     "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
     "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "post_attention_layernorm": (HIDDEN,),
     "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
     "mlp.up_proj": (INTERMEDIATE, HIDDEN),
     "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
 }
+"""In the order in which a forward uses them."""
 FROZEN = "model.layers.0.input_layernorm"
 
 
@@ -39,7 +41,7 @@ def llama_specs(stages: int, tied: bool) -> tuple[ParameterSpec, ...]:
     if not tied_at_home:
         tied_to = "model.embed_tokens.weight" if tied else None
         found.append(_spec("lm_head", (VOCABULARY, HIDDEN), stages - 1, last_use, tied_to=tied_to))
-    return tuple(found)
+    return tuple(replace(spec, order=order) for order, spec in enumerate(found))
 
 
 def llama_layout(strategy: Strategy, tied: bool) -> ParameterLayout:

@@ -89,14 +89,33 @@ def most_gradient_bytes(program: Program, strategy: Strategy, rank: int) -> int:
     if strategy.shards == 1:
         elements = sum(sizes)
     elif strategy.frees_reduced_gradients and reductions_per_bucket(strategy) == program.micro_batches:
-        # The bucket that is being reduced, with overlap the one that fills meanwhile, and the shards.
-        at_once = len(sizes) if strategy.sync is SyncMoment.AFTER_ACCUMULATION else 2 if strategy.overlap else 1
-        elements = sum(sizes[:at_once]) + owned
+        elements = _most_at_once(program, strategy, rank) + owned
     elif strategy.frees_reduced_gradients or reductions_per_bucket(strategy) > 1:
         elements = sum(sizes) + owned
     else:
         elements = sum(sizes)
     return elements * program.sizes.gradient_itemsize
+
+
+def _most_at_once(program: Program, strategy: Strategy, rank: int) -> int:
+    """Elements of the buckets that are partly filled when one of them is full, and with overlap of another, which is
+    still being reduced.
+    """
+    buckets = program.buckets(rank)
+    if strategy.sync is SyncMoment.AFTER_ACCUMULATION:
+        return sum(bucket.numel for bucket in buckets)
+    specs = {(spec.stage, spec.name): spec for spec in program.layout.specs}
+    filling = {}
+    for bucket in buckets:
+        members = [specs[bucket.stage, slot.name] for slot in bucket.slots]
+        last_uses = [(spec.last_use, spec.order) for spec in members]
+        filling[bucket] = max(last_uses), min((spec.first_use, spec.order) for spec in members)
+    most = 0
+    for _, full in filling.values():
+        open_then = [bucket for bucket, (opens, fills) in filling.items() if opens >= full >= fills]
+        others = [bucket.numel for bucket in buckets if bucket not in open_then] if strategy.overlap else []
+        most = max(most, sum(bucket.numel for bucket in open_then) + max(others, default=0))
+    return most
 
 
 def _owned(program: Program, rank: int, bucket: Bucket) -> int:

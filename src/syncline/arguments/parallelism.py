@@ -17,7 +17,10 @@ SHARDING_WORDS = ("stage1", "stage2", "stage3", "offload")
 
 
 def parse_sharding(name: str, value: Any) -> tuple[str, ...]:
-    """`stage1`, `stage2 offload` or a list of such words, as a tuple. Raises `UserError` for any other word."""
+    """`stage1`, `stage2 offload` or a list of such words, as a tuple.
+
+    Raises `UserError` for any other word, and for two stages.
+    """
     if isinstance(value, bool):
         return ("stage1",) if value else ()
     words = [str(word) for word in value] if isinstance(value, (list, tuple)) else re.split(r"[\s,]+", str(value))
@@ -26,6 +29,11 @@ def parse_sharding(name: str, value: Any) -> tuple[str, ...]:
             raise UserError(
                 f"{name}={word}", "no such sharding stage", f"The nearest is {nearest(word, SHARDING_WORDS)}."
             )
+    stages = sorted({word for word in words if word.startswith("stage")})
+    if len(stages) > 1:
+        raise UserError(
+            f"{name}={' '.join(stages)}", "each stage includes the ones before it", f"Write {name}: {stages[-1]}."
+        )
     return tuple(dict.fromkeys(filter(None, words)))
 
 

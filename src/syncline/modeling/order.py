@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from syncline.modeling.use import ParameterUse, storage_of
 
 Uses = dict[nn.Parameter, tuple[int, int]]
-"""The places of every parameter's first and last use."""
+"""The places of every parameter's first and last use; parameters in the order of their first uses."""
 
 TRIAL_TOKENS = 8
 

@@ -93,6 +93,7 @@ def specs(
     """
     frozen = frozen_parameters(model, freeze_parameters)
     uses = uses_by_registration(model) if uses is None else uses
+    places = {parameter: place for place, parameter in enumerate(uses)}
     holders: dict[nn.Parameter, set[int | None]] = {}
     for name, parameter in _all_parameters(model):
         holders.setdefault(parameter, set()).add(plan.stage_of(name))
@@ -118,6 +119,8 @@ def specs(
                     block=block_of(name),
                     first_use=first_use,
                     last_use=last_use,
+                    # The later copy of a tied parameter is used last of all.
+                    order=len(places) if parameter in first_names else places[parameter],
                 )
             )
             first_names.setdefault(parameter, name)

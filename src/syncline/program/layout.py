@@ -41,6 +41,8 @@ class ParameterSpec:
     first_use: int = 0
     """When the forward first uses the parameter: the place of its block among all uses of blocks."""
     last_use: int = 0
+    order: int = 0
+    """The place of the parameter's first use among those of all parameters, for the order within a block."""
 
     @property
     def numel(self) -> int:
@@ -90,6 +92,10 @@ class Bucket:
     first_use: int = 0
     """The first and the last use of any of its parameters in the forward."""
     last_use: int = 0
+    opens: tuple[int, int] = (0, 0)
+    """Where in the forward the parameter stands whose gradient is expected first. A backward goes the other way."""
+    fills: tuple[int, int] = (0, 0)
+    """And the one whose gradient is expected last."""
 
     @property
     def counts_in_norm(self) -> bool:
@@ -178,7 +184,7 @@ def lay_out(
     owner_of_tie = {name: index % shards for index, name in enumerate(ties)} if by_tensors else {}
     buckets: list[Bucket] = []
     for stage in sorted({spec.stage for spec in specs}):
-        order = {spec.name: (spec.first_use, index) for index, spec in enumerate(specs) if spec.stage == stage}
+        order = {s.name: (*_first(s), index) for index, s in enumerate(specs) if s.stage == stage}
         groups: list[_Group] = []
         for frozen in (False, True) if divide_parameters else (False,):
             chosen = [spec for spec in specs if spec.stage == stage and spec.frozen == frozen]
@@ -266,7 +272,13 @@ def _bucket(id: int, stage: int, group: _Group, granule: int, tie_stages: tuple[
         frozen=group.members[0].frozen,
         first_use=min(spec.first_use for spec in group.members),
         last_use=max(spec.last_use for spec in group.members),
+        opens=max((spec.last_use, spec.order) for spec in group.members),
+        fills=min(_first(spec) for spec in group.members),
     )
+
+
+def _first(spec: ParameterSpec) -> tuple[int, int]:
+    return spec.first_use, spec.order
 
 
 def _extent(specs: Iterable[ParameterSpec]) -> int:

@@ -44,19 +44,19 @@ class Verified:
     peak_gathered_bytes: tuple[int, ...]
 
 
-def verify(program: Program) -> Verified:
-    """Run the program abstractly on all ranks.
+def verify(program: Program, *, updates: bool = True) -> Verified:
+    """Run the program abstractly on all ranks. Without `updates` it is one of forwards alone, as for an evaluation.
 
     Raises:
         Violation: the first rule found broken.
     """
-    return _AbstractRun(program).run()
+    return _AbstractRun(program, updates).run()
 
 
 class _AbstractRun:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, updates: bool) -> None:
         self._program = program
-        world = World.of(program)
+        world = World.of(program, updates=updates)
         self._gradients = GradientRules(world)
         self._parameters = ParameterRules(world)
         self._pipeline = PipelineRules(world, self._gradients, self._parameters)

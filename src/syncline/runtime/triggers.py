@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -83,27 +84,33 @@ class GradientQueue:
         """A gradient is about to be added to the bucket: if that is the first one, the bucket gets its storage."""
         for position, queued in enumerate(self._queue):
             if queued.event is Event.FIRST_GRADIENT and queued.bucket == bucket:
-                if all(earlier.event is None for earlier in self._queue[:position]):
-                    self._perform_up_to(position)
-                else:
-                    # Buckets fill in another order here: the storage cannot wait, the collectives can.
-                    self._perform(self._queue.pop(position).action)
+                ready = next(i for i, each in enumerate(self._queue) if each.event is not None)
+                self._perform_up_to(ready - 1)
+                # If buckets fill in another order here, the storage cannot wait, the collectives can.
+                self._perform(self._queue.pop(position - ready).action)
                 return
 
     def _watch_parameter(self, parameter: nn.Parameter, bucket: GradientBucket) -> None:
-        id = bucket.bucket.id
+        # What a parameter's hook after accumulation refers to is never collected if it refers to the parameter in turn.
+        queue, id = ref(self), bucket.bucket.id
 
         def before_accumulation(gradient: Tensor) -> None:
             # `.grad` must be a view of the bucket before autograd adds to it.
-            self.allocate_now(id)
+            if (found := queue()) is not None:
+                found.allocate_now(id)
 
         def after_accumulation(parameter: nn.Parameter) -> None:
-            if id in self._missing:
-                self._missing[id] -= 1
-                self._start_ready()
+            if (found := queue()) is not None:
+                found._count(id)
 
         parameter.register_hook(before_accumulation)
         parameter.register_post_accumulate_grad_hook(after_accumulation)
+
+    def _count(self, bucket: int) -> None:
+        """One more gradient of the bucket has been added."""
+        if bucket in self._missing:
+            self._missing[bucket] -= 1
+            self._start_ready()
 
     def _start_ready(self) -> None:
         """Start the reductions of full buckets, up to the first that is not full yet."""

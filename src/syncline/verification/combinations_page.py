@@ -120,7 +120,8 @@ def _costs() -> Iterator[str]:
         "parameters have the gradients' dtype. In units of the whole model's gradients: what a rank sends in a step, "
         "and the most gradients that it holds at once, overlapped and kept unless it says otherwise. Where ranks "
         "differ, the largest is shown. The last column is what is held between steps; with `release_grads: true`, "
-        "nothing is."
+        "nothing is. A parameter whose uses lie in several layers, such as an embedding that is the head as well, has "
+        "a bucket of its own, which is there from its first gradient to its last."
     )
     yield ""
     rows = []
@@ -129,11 +130,6 @@ def _costs() -> Iterator[str]:
         between = dict.fromkeys(each[0].between for each in of_moments.values())
         rows.append((form, *map(_cell, of_moments.values()), " or ".join(between)))
     yield from table(("", *AXES["gradient_sync"], "Between steps"), rows)
-    yield (
-        "Buckets that hold parts of one layer fill side by side. Where buckets are freed inside the backward, a step "
-        "holds all of them at once; the program counts one after the other."
-    )
-    yield ""
 
 
 @dataclass(frozen=True)

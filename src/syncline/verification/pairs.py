@@ -119,7 +119,7 @@ def _single_companies() -> Iterator[tuple[Keys, ...]]:
 def _pairs() -> Iterator[tuple[Keys, ...]]:
     for first, second in combinations(settings(), 2):
         if first.key != second.key or first.key.endswith("_config"):
-            yield AXES["sharding"][BY_SLICES], _keys(first), _keys(second)
+            yield from ((form, _keys(first), _keys(second)) for form in AXES["sharding"].values())
 
 
 def _warnings(*parts: Keys) -> tuple[str, ...]:

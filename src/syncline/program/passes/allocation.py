@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from syncline.program.actions import (
     AccumulateShard,
@@ -21,13 +21,11 @@ def allocate_where_written(program: Program) -> Program:
         absent = {(action.bucket, action.part) for action in actions if isinstance(action, FreeGradients)}
         changed: list[Action] = []
         awaited: list[AllocateGradients] = []
-        for index, action in enumerate(actions):
-            if getattr(action, "during", None) is None:
-                changed += awaited
-                awaited = []
-            for allocation in [a for a in awaited if a.bucket == bucket_of(action)]:
-                awaited.remove(allocation)
-                changed.append(allocation)
+        for action in actions:
+            inside = getattr(action, "during", None) is not None
+            due = [a for a in awaited if not inside or is_due(program, a.bucket, bucket_of(action))]
+            awaited = [a for a in awaited if a not in due]
+            changed += due
             if isinstance(action, AccumulateShard) and (action.bucket, Part.SHARD) in absent:
                 absent.remove((action.bucket, Part.SHARD))
                 changed.append(AllocateGradients(action.bucket, action.during, Part.SHARD))
@@ -35,24 +33,17 @@ def allocate_where_written(program: Program) -> Program:
             if isinstance(action, FreeGradients):
                 absent.add((action.bucket, action.part))
             if isinstance(action, Backward):
-                allocations = [
+                awaited = [
                     AllocateGradients(bucket.id, action)
-                    for bucket in program.buckets(rank)
+                    for bucket in sorted(program.buckets(rank), key=lambda bucket: bucket.opens, reverse=True)
                     if (bucket.id, Part.BUCKET) in absent
                 ]
-                absent -= {(allocation.bucket, Part.BUCKET) for allocation in allocations}
-                if any(isinstance(inside, FreeGradients) for inside in _inside(actions, index)):
-                    # One bucket's storage is given back before the next needs some.
-                    awaited = allocations
-                else:
-                    changed += allocations
+                absent -= {(allocation.bucket, Part.BUCKET) for allocation in awaited}
         return changed
 
     return program.map_ranks(change)
 
 
-def _inside(actions: Sequence[Action], backward: int) -> Iterator[Action]:
-    for action in actions[backward + 1 :]:
-        if getattr(action, "during", None) is None:
-            return
-        yield action
+def is_due(program: Program, awaited: int, bucket: int | None) -> bool:
+    """Whether bucket `awaited` is expected to get its first gradient before `bucket` is full."""
+    return bucket is not None and (awaited == bucket or program.bucket(awaited).opens > program.bucket(bucket).fills)

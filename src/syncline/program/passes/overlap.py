@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 from syncline.program.actions import (
     Action,
@@ -18,6 +19,7 @@ from syncline.program.actions import (
     bucket_of,
     happening_during,
 )
+from syncline.program.passes.allocation import is_due
 from syncline.program.passes.sync_moment import SYNCHRONISATION
 from syncline.program.program import Program
 
@@ -31,10 +33,10 @@ def overlap_reductions(program: Program) -> Program:
     What must happen inside the backward as well (a further reduction of the same bucket, the freeing of its storage)
     happens when the next bucket is full: one bucket is on its way while the next one fills.
     """
-    return program.map_ranks(lambda rank, actions: _sink_waits(list(_start_inside(actions))))
+    return program.map_ranks(lambda rank, actions: _sink_waits(list(_start_inside(program, actions))))
 
 
-def _start_inside(actions: Sequence[Action]) -> Iterator[Action]:
+def _start_inside(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
     followers: list[Action] = []
     backward: Backward | None = None
     for action in actions:
@@ -42,35 +44,37 @@ def _start_inside(actions: Sequence[Action]) -> Iterator[Action]:
             followers.append(action)
             continue
         if backward is not None:
-            yield from _interleave(followers, backward)
+            yield from _interleave(program, followers, backward)
         followers, backward = [], action if isinstance(action, Backward) else None
         yield action
     if backward is not None:
-        yield from _interleave(followers, backward)
+        yield from _interleave(program, followers, backward)
 
 
-def _interleave(followers: Sequence[Action], backward: Backward) -> Iterator[Action]:
+def _interleave(program: Program, followers: Sequence[Action], backward: Backward) -> Iterator[Action]:
     """allocate 0, reduce 0, allocate 1, the rest of 0 that belongs inside, reduce 1, ...; then what may wait."""
-    frees = any(isinstance(action, FreeGradients) for action in followers)
-    inside = [] if frees else [action for action in followers if _allocates_bucket(action)]
+    awaited = [action for action in followers if _allocates_bucket(action)]
+    rest = [action for action in followers if not _allocates_bucket(action)]
+    inside: list[Action] = []
     pending: list[Action] = []
     outside: list[Action] = []
-    for bucket in dict.fromkeys(bucket_of(action) for action in followers):
-        about = [action for action in followers if bucket_of(action) == bucket]
-        inside += [action for action in about if frees and _allocates_bucket(action)]
-        chain = [action for action in about if not _allocates_bucket(action)]
+    for bucket in dict.fromkeys(map(bucket_of, rest)):
+        due = [action for action in awaited if is_due(program, action.bucket, bucket)]
+        awaited = [action for action in awaited if action not in due]
+        inside += due
+        chain = [action for action in rest if bucket_of(action) == bucket]
         belongs_inside = [i for i, a in enumerate(chain) if isinstance(a, (ReduceGradients, FreeGradients))]
         if belongs_inside:
             inside += [*pending, chain[0]]
             pending = chain[1 : belongs_inside[-1] + 1]
             chain = chain[belongs_inside[-1] + 1 :]
         outside += chain
-    for action in (*inside, *pending):
+    for action in (*inside, *awaited, *pending):
         yield happening_during(backward, action)
     yield from outside
 
 
-def _allocates_bucket(action: Action) -> bool:
+def _allocates_bucket(action: Action) -> TypeGuard[AllocateGradients]:
     return isinstance(action, AllocateGradients) and action.part is Part.BUCKET
 
 

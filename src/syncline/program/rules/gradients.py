@@ -84,7 +84,7 @@ class GradientRules:
         for id, bucket in rank.buckets.items():
             if bucket.in_flight is not None:
                 raise broken(3, f"the reduction of bucket {id} is never waited for")
-            if not bucket.consumed and self._program.owns(rank.number, id):
+            if self._world.updates and not bucket.consumed and self._program.owns(rank.number, id):
                 raise broken(2, f"bucket {id} never reaches an optimizer step")
             for part, storage in bucket.parts.items():
                 if storage.contents:

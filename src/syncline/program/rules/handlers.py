@@ -23,9 +23,11 @@ class World:
     program: Program
     meetings: Meetings
     quantities: dict[str, Fraction]
+    updates: bool
+    """Whether the program is a step that updates, and not forwards alone."""
 
     @staticmethod
-    def of(program: Program) -> World:
+    def of(program: Program, *, updates: bool) -> World:
         return World(
             program,
             Meetings(program),
@@ -38,6 +40,7 @@ class World:
                 "accumulation": Fraction(program.micro_batches),
                 "replicas": Fraction(program.topology.replicas),
             },
+            updates,
         )
 
     def value(self, factor: Factor) -> Fraction:

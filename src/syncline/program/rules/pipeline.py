@@ -51,7 +51,7 @@ class PipelineRules:
                 what = f"{direction} of micro-batch {waiting[0][0].micro_batch} from rank {source} is never received"
                 raise Violation(1, rank.number, None, what)
         for stage, micro_batch in sorted(rank.forwards - rank.backwards):
-            if rank.backwards or rank.buckets:
+            if self._world.updates:
                 what = f"the activations of stage {stage}, micro-batch {micro_batch} are never used"
                 raise Violation(3, rank.number, None, what)
 
