@@ -43,6 +43,9 @@ def body():
 sys.exit(run_rank(environment, body))
 """
 
+NOT_INHERITED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
+"""The last one lets `print` write a line and its end apart, between which another rank's line may come."""
+
 BLOCKED_IN_A_COLLECTIVE = """
 torch, dist = joined()
 ready()
@@ -59,7 +62,7 @@ class Launched:
     def __init__(self, folder, body: str, ranks: int = 2, **variables: str) -> None:
         script = folder / "rank.py"
         script.write_text(RANK.format(body=textwrap.indent(body, "    ")))
-        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
+        inherited = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(ranks), str(script)],
             env={**inherited, **variables},
