@@ -142,7 +142,8 @@ def _bytes(measured: Mapping[str, Row]) -> Iterator[Comparison]:
     yield _quotients(measured, "peak_bytes", "Peak", [PLAIN], REFERENCE_PEER)
     for deferred in ("fsdp2-deferred", "fsdp2-deferred-no-reshard"):
         yield _quotients(measured, "bytes_sent", "Sent", ["syncline-stage2", "syncline-stage3"], deferred)
-    yield _quotients(measured, "peak_bytes", "Peak", ["syncline-stage3"], "fsdp2")
+    yield _quotients(measured, "peak_bytes", "Peak", ["syncline-stage3"], "fsdp2-deferred")
+    yield _quotients(measured, "peak_bytes", "Peak", ["syncline-stage3-every"], "fsdp2")
 
 
 def _quotients(measured: Mapping[str, Row], figure: str, what: str, chosen: Sequence[str], other: str) -> Comparison:

@@ -51,6 +51,12 @@ PEERS: dict[str, Form] = {
     "syncline-stage1-slice-bf16": _syncline(
         "stage 1, slices, bfloat16 on the wire", {**_SLICES, "gradient_reduce_dtype": "bfloat16"}
     ),
+    "syncline-stage2-every": _syncline(
+        "stage 2, every micro-batch", {"sharding": "stage2", "gradient_sync": "every_micro_batch"}
+    ),
+    "syncline-stage3-every": _syncline(
+        "stage 3, every micro-batch", {"sharding": "stage3", "gradient_sync": "every_micro_batch"}
+    ),
     "ddp": Form("DDP, every micro-batch", "ddp", {"no_sync": False}),
     REFERENCE_PEER: Form("DDP, `no_sync`", "ddp", {"no_sync": True}),
     "ddp-zero-redundancy": Form("DDP, `no_sync`, `ZeroRedundancyOptimizer`", "zero_redundancy", sharded=True),
