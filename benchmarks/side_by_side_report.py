@@ -46,7 +46,8 @@ def _introduction(rows: Rows) -> Iterator[str]:
     measured = next(iter(next(iter(rows.values())).values()))
     yield "## Side by side"
     yield ""
-    yield f"{describe_machine()}, {library_versions()}; {len(measured['seconds'])} repetitions."
+    repetitions = _repetitions(len(measured["seconds"]))
+    yield f"{describe_machine()}, {library_versions()}; {repetitions}."
     yield ""
     yield (
         f"Llama of 26.5M parameters ({describe(REFERENCE)}), k = {ACCUMULATION}, float32, fused AdamW, {RANKS} Gloo "
@@ -62,6 +63,10 @@ def _introduction(rows: Rows) -> Iterator[str]:
         "each direction."
     )
     yield ""
+
+
+def _repetitions(count: int) -> str:
+    return f"{count} repetition" + ("s" if count > 1 else "")
 
 
 def _table(rows: Rows) -> list[str]:
