@@ -28,13 +28,14 @@ def acting_flags(arguments: TrainingArguments, topology: Topology) -> tuple[froz
 
 
 def _why_it_does_nothing(flag: Flag, arguments: TrainingArguments, topology: Topology) -> str:
-    if not _is_met(flag.needs, arguments, topology):
+    if not is_met(flag.needs, arguments, topology):
         later = f" (it {flag.arrives})" if flag.arrives else ""
         return f"it needs {flag.needs.value}{later}"
     return flag.no_effect
 
 
-def _is_met(need: Need, arguments: TrainingArguments, topology: Topology) -> bool:
+def is_met(need: Need, arguments: TrainingArguments, topology: Topology) -> bool:
+    """Whether a job has what a flag needs to act."""
     stages = arguments.sharding if topology.sharding > 1 else ()
     slices = "split_param" in arguments.sharding_parallel_config
     return {

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from syncline.arguments import TrainingArguments
-from syncline.arguments.flags import CONFIGS
+from syncline.arguments.flags import CONFIGS, Need
 from syncline.errors import UserError
-from syncline.flag_effects import acting_flags
+from syncline.flag_effects import acting_flags, is_met
 from syncline.no_effect import no_effect_warnings
 from syncline.not_yet import refuse_not_yet
 from syncline.topology import Topology
@@ -30,6 +30,7 @@ OVERLAP_FLAGS = (
 """Spellings of `overlap_gradient_reduction: true`."""
 
 AVERAGE_FLAGS = ("enable_allreduce_avg_in_gradient_scale", "use_reduce_avg")
+"""Spellings of an average in the collective."""
 
 WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "muon")
 """These cannot update a slice of a parameter."""
@@ -322,11 +323,10 @@ def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topo
 
 def _refuse_sums_and_averages(arguments: TrainingArguments, topology: Topology) -> None:
     sums = "disable_stage1_reduce_avg"
-    if sums not in arguments.sharding_parallel_config or "stage1" not in arguments.sharding or topology.sharding == 1:
+    if sums not in arguments.sharding_parallel_config or not is_met(Need.STAGE1, arguments, topology):
         return
     for flag in AVERAGE_FLAGS:
-        config = next((config for config in CONFIGS if flag in getattr(arguments, config)), None)
-        if config:
+        if config := _config_of(arguments, flag):
             raise UserError(
                 f"sharding_parallel_config={sums} and {config}={flag}",
                 "one asks for sums, the other for averages in the same collectives",
@@ -347,12 +347,17 @@ def _bucket_bytes(arguments: TrainingArguments) -> int:
 
 def _switched_on(arguments: TrainingArguments, flags: frozenset[str], key: str, flag: str) -> str:
     """How `key` was switched on, as written: by itself or by `flag`, if that acts; empty when it was not."""
-    config = next((config for config in CONFIGS if flag in flags and flag in getattr(arguments, config)), None)
+    config = _config_of(arguments, flag) if flag in flags else None
     if config and getattr(arguments, key) is False:
         raise UserError(f"{key}=false and {config}={flag}", f"the flag means {key}: true", "Keep one of the two.")
     if config:
         return f"{config}={flag}"
     return f"{key}=true" if getattr(arguments, key) else ""
+
+
+def _config_of(arguments: TrainingArguments, flag: str) -> str | None:
+    """In which option the flag stands."""
+    return next((config for config in CONFIGS if flag in getattr(arguments, config)), None)
 
 
 def _shape_exchange(flags: frozenset[str]) -> ShapeExchange:

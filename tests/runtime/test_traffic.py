@@ -174,10 +174,6 @@ def test_counted_bytes_equal_the_programs(pool, topology):
             assert figures["gathered"][0] == 0
 
 
-def frees_in_every_backward(name: str) -> bool:
-    return "every micro-batch" in name and name.startswith(("stage 2", "stage 3", "tensors, freed"))
-
-
 @pytest.mark.parametrize(("turn", "topology"), list(enumerate(SHARDED_TOPOLOGIES)))
 def test_counted_bytes_equal_the_programs_under_sharding(pool, turn, topology):
     ranks, degrees = SHARDED_TOPOLOGIES[topology]

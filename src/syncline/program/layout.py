@@ -89,13 +89,20 @@ class Bucket:
     tie_stages: tuple[int, ...] = ()
     frozen: bool = False
     """It has no gradient; only its parameters are divided."""
-    first_use: int = 0
-    """The first and the last use of any of its parameters in the forward."""
-    last_use: int = 0
     opens: tuple[int, int] = (0, 0)
-    """Where in the forward the parameter stands whose gradient is expected first. A backward goes the other way."""
+    """The last use of any of its parameters in the forward, and the order of that parameter: a backward goes the other
+    way, so this gradient is expected first.
+    """
     fills: tuple[int, int] = (0, 0)
-    """And the one whose gradient is expected last."""
+    """The first use of any of its parameters, and its order: this gradient is expected last."""
+
+    @property
+    def first_use(self) -> int:
+        return self.fills[0]
+
+    @property
+    def last_use(self) -> int:
+        return self.opens[0]
 
     @property
     def counts_in_norm(self) -> bool:
@@ -270,8 +277,6 @@ def _bucket(id: int, stage: int, group: _Group, granule: int, tie_stages: tuple[
         tie=group.tie,
         tie_stages=tie_stages,
         frozen=group.members[0].frozen,
-        first_use=min(spec.first_use for spec in group.members),
-        last_use=max(spec.last_use for spec in group.members),
         opens=max((spec.last_use, spec.order) for spec in group.members),
         fills=min(_first(spec) for spec in group.members),
     )
