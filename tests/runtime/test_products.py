@@ -88,6 +88,38 @@ def test_gradients_are_those_of_autograd(dtype, bias, shape):
     )
 
 
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize(
+    "input",
+    [
+        inputs((7, 6), torch.float32),
+        inputs((6, 7), torch.float32).t(),
+        inputs((7, 12), torch.float32)[:, ::2],
+        inputs((1, 6), torch.float32).expand(7, 6),
+    ],
+    ids=["rows", "columns", "every other", "one row for all"],
+)
+def test_products_in_float32_take_any_layout_with_onednn_and_without(monkeypatch, input, onednn):
+    if not onednn:
+        monkeypatch.setattr("syncline.runtime.products._ONEDNN", None)
+    model, _ = accumulating(two_layers(torch.float32))
+    exact = two_layers(torch.float64)
+    expected = exact(input.double())
+    assert_close({"output": model(input).detach().double()}, {"output": expected.detach()}, 1e-6)
+    # The gradient of a sum is one number, expanded.
+    model(input).sum().backward()
+    expected.sum().backward()
+    assert_close({name: gradient.double() for name, gradient in gradients(model).items()}, gradients(exact), 1e-6)
+
+
+def test_a_product_of_no_rows_is_empty():
+    model, _ = accumulating(two_layers(torch.float32))
+    output = model(torch.zeros(0, 6))
+    assert output.shape == (0, 5)
+    output.sum().backward()
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
 def test_micro_batches_accumulate_in_place():
     plain = two_layers()
     model, _ = accumulating(plain)

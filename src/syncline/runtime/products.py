@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+"""A linear layer by oneDNN: input, weight, bias, then what is done to the result: here nothing."""
+
 MainGradient = Callable[[Tensor], Tensor]
 """Where a parameter's gradient accumulates, ready to be added to; of the parameter's shape."""
 
@@ -53,11 +56,23 @@ def _embedding(layer: nn.Embedding, main_gradient: MainGradient, input: Tensor) 
 
 def _linear(layer: nn.Linear, main_gradient: MainGradient, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return functional.linear(input, layer.weight, layer.bias)
+        return _product(input, layer.weight, layer.bias)
     # Rows go in and out: a result that is a view made inside could not be changed in place by the model.
     rows = input.reshape(-1, input.shape[-1])
     output = _AccumulatingLinear.apply(rows, layer.weight, layer.bias, partial(main_gradient, layer.weight))
     return output.view(*input.shape[:-1], output.shape[-1])
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rows @ weight.t() + bias`; `rows` is (..., in), `weight` (out, in), `bias` (out,).
+
+    For float32 on a CPU `functional.linear` asks the BLAS that torch was built with, which on some processors does not
+    use all that they can do; oneDNN generates its kernels for the processor at hand. It is called by the operator that
+    compiled models call. Not for a backward's weight gradient: it would copy the transposed gradient first.
+    """
+    if rows.dtype == torch.float32 and rows.device.type == "cpu" and _ONEDNN is not None:
+        return _ONEDNN(rows, weight, bias, "none", [], "")
+    return functional.linear(rows, weight, bias)
 
 
 class _AccumulatingLinear(torch.autograd.Function):
@@ -67,13 +82,13 @@ class _AccumulatingLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.of_weight = of_weight
-        return functional.linear(input, weight, bias)
+        return _product(input, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_input = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
         ctx.of_weight().addmm_(gradient.t(), input)
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, None, of_bias, None
