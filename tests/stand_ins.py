@@ -215,11 +215,11 @@ def start_worker(
     program: Program = build_program(strategy, model.layout(strategy), activation_bytes=0)
     verify(program)
     collectives = Collectives([program], rank, getattr(torch, strategy.reduce_dtype), timeout)
-    transport = Transport(strategy.topology, strategy.shape_exchange, CPU, collectives.traffic, timeout)
-    stage = GivenGradients(model, strategy.topology.stage(rank), getattr(torch, strategy.parameter_dtype))
+    transport = Transport([program], strategy.shape_exchange, CPU, collectives.traffic, timeout)
+    dtype = getattr(torch, strategy.parameter_dtype)
     return Worker(
         rank,
-        {stage.index: stage},
+        {stage: GivenGradients(model, stage, dtype) for stage in program.stages(rank)},
         program,
         collectives,
         transport,
@@ -244,9 +244,12 @@ def train(rank: int, run: Run) -> Outcome:
     )
     replica = run.strategy.topology.replica(rank)
     results = [worker.step([micro_batch_of(given) for given in step[replica]], run.learning_rate) for step in run.steps]
-    (stage,) = worker.stages.values()
     with worker.parameters.whole():
-        weights = {name: weight.tolist() for name, weight in stage.parameters_by_name().items()}
+        weights = {
+            name: weight.tolist()
+            for stage in worker.stages.values()
+            for name, weight in stage.parameters_by_name().items()
+        }
     return Outcome(
         weights=weights,
         losses=[float(result.loss) for result in results],

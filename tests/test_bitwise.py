@@ -106,7 +106,7 @@ def trained(rank: int, world_size: int, keys: Mapping[str, Any], steps: int = ST
         found[f"loss of step {step}"] = result.loss
         found[f"norm of step {step}"] = result.gradient_norm
     with engine.worker.parameters.whole():
-        return {**found, **{name: p.detach().clone() for name, p in engine.stage.parameters_by_name().items()}}
+        return {**found, **{name: p.detach().clone() for name, p in engine.parameters_by_name().items()}}
 
 
 def digests(

@@ -112,7 +112,7 @@ def float32_errors(rank: int, world_size: int, configurations: Mapping[str, Keys
             job = make_job(keys)
             assert job.strategy.gradient_dtype == job.strategy.reduce_dtype == "float32"
             engine = start_engine(job, rank, CPU)
-            parameters = engine.stage.parameters_by_name()
+            parameters = engine.parameters_by_name()
             before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
             reduced = gradients_after(ClipGradients, engine, job, rank, learning_rate=1.0)
             reference = float64_gradients(job)

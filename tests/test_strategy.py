@@ -357,6 +357,16 @@ class TestPipeline:
         strategy = resolve(**TWO_STAGES, pipeline_schedule_mode="FThenB", pipeline_parallel_config="enable_timer")
         assert (strategy.schedule, strategy.timers) == ("FThenB", True)
 
+    def test_stages_on_a_rank(self):
+        placement = resolve(**TWO_STAGES, virtual_pp_degree=3).placement
+        assert [placement.stages_at(position) for position in range(2)] == [(0, 2, 4), (1, 3, 5)]
+        assert resolve(virtual_pp_degree=3).placement.stages == 1
+
+    def test_interleaving_one_stage_is_refused(self):
+        error = refusal(**TWO_STAGES, pipeline_schedule_mode="VPP")
+        assert error.given == "pipeline_schedule_mode=VPP and virtual_pp_degree=1"
+        assert "virtual_pp_degree: 2" in error.instead
+
 
 CHANGED_BY: dict[str, dict[str, Any]] = {
     "gradient_sync_after_accumulate": {"sync": SyncMoment.AFTER_ACCUMULATION, "overlap": False},
@@ -470,7 +480,6 @@ REFUSED_NOW = {
     "sharding": "stage2 offload",
     "tensor_parallel_degree": 2,
     "sep_parallel_degree": 2,
-    "virtual_pp_degree": 2,
     "pipeline_schedule_mode": "ZBH1",
     "recompute_granularity": "core_attn",
     "save_strategy": "steps",
@@ -505,6 +514,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"hybrid_parallel_topo_order": "sharding_first"}, "hybrid_parallel_topo_order"),
     ({"pipeline_schedule_mode": "FThenB"}, "pipeline_schedule_mode"),
     ({"pipeline_schedule_mode": "FThenB", "pipeline_parallel_degree": 2}, "pipeline_schedule_mode"),
+    ({"virtual_pp_degree": 2}, "virtual_pp_degree"),
+    ({"virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"}, "pipeline_schedule_mode"),
     ({"nproc_per_node": 2, "world_size": 8}, "nproc_per_node"),
     ({"progress": "none", "logging_steps": 1}, "logging_steps"),
     ({"sequence_parallel": True}, "sequence_parallel"),
@@ -563,7 +574,8 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {"eval_steps": 3, "max_steps": 4, "early_stopping_patience": 1, "per_device_eval_batch_size": 3},
     {"nproc_per_node": 2, "world_size": 2},
     {"progress": "plain", "logging_steps": 1},
-    {**TWO_STAGES, "pipeline_schedule_mode": "FThenB"},
+    {**TWO_STAGES, "pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 3},
+    {"pipeline_parallel_degree": 2, "virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"},
     {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
     {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},
     {**STAGE1, "sharding_comm_buffer_size_MB": 100, "overlap_parameter_gather": False},

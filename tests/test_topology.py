@@ -58,7 +58,7 @@ def test_a_neighbour_differs_in_the_named_axis_only(topology):
 )
 def test_the_two_orders_of_two_stages_and_two_replicas(order, stages, replica_groups, pipeline_groups):
     topology = Topology(pp=2, dp=2, order=order)
-    assert [topology.stage(rank) for rank in range(4)] == stages
+    assert [topology.position(rank) for rank in range(4)] == stages
     assert topology.groups(REPLICA_AXES) == replica_groups
     assert topology.groups(("pp",)) == pipeline_groups
 

@@ -259,7 +259,7 @@ class SumAfterSteps(Callback):
         self.skipped.append(record.skipped)
 
     def on_step_end(self, state: TrainState, control: TrainControl, **details: Any) -> None:
-        parameters = self.trainer.engine.stage.parameters_by_name().values()
+        parameters = self.trainer.engine.parameters_by_name().values()
         self.states.append([parameter.double().sum().item() for parameter in parameters])
 
 

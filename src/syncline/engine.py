@@ -1,11 +1,14 @@
-"""From a job to one rank's worker: the stage's memory, the process groups, the buckets."""
+"""From a job to one rank's worker: the stages' memory, the process groups, the buckets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch import nn
 
 from syncline.checkpoint.weights import load_weights, local_folder
 from syncline.job import Job
@@ -29,16 +32,30 @@ EVALUATION_MICRO_BATCHES = 4
 class Engine:
     """One rank, ready to run."""
 
-    stage: Stage
+    stages: tuple[Stage, ...]
+    """In the order of the model."""
     worker: Worker
     evaluation_program: Program
     """`EVALUATION_MICRO_BATCHES` forwards through all stages."""
     prediction_program: Program
     """One forward through all stages."""
 
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank holds, by global name."""
+        return {name: parameter for stage in self.stages for name, parameter in stage.parameters_by_name().items()}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile modules behave as in an evaluation: nothing is dropped out."""
+        for stage in self.stages:
+            stage.eval()
+        yield
+        for stage in self.stages:
+            stage.train()
+
 
 def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
-    """Build this rank's stage and worker; all ranks of the default process group call it together.
+    """Build this rank's stages and worker; all ranks of the default process group call it together.
 
     Raises:
         UserError: when weights cannot be loaded, or the model cannot do what is asked of it.
@@ -47,7 +64,7 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
     # What models draw themselves (dropout) differs between replicas and stages, and follows from the seed.
     torch.manual_seed(arguments.seed + (rank << 32))
     timeout = timedelta(seconds=arguments.distributed_timeout_seconds)
-    stage = build_stage(job, strategy.topology.stage(rank), device)
+    stages = tuple(build_stage(job, stage, device) for stage in program.stages(rank))
     evaluation, prediction = (
         build_forward_program(strategy, job.layout, micro_batches, activation_bytes=program.sizes.activation_bytes)
         for micro_batches in (EVALUATION_MICRO_BATCHES, 1)
@@ -55,11 +72,12 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
     for forwards in (evaluation, prediction):
         verify(forwards, updates=False)
     reduce_dtype = getattr(torch, strategy.reduce_dtype)
-    collectives = Collectives([program, evaluation, prediction], rank, reduce_dtype, timeout)
-    transport = Transport(strategy.topology, strategy.shape_exchange, device, collectives.traffic, timeout)
+    programs = [program, evaluation, prediction]
+    collectives = Collectives(programs, rank, reduce_dtype, timeout)
+    transport = Transport(programs, strategy.shape_exchange, device, collectives.traffic, timeout)
     worker = Worker(
         rank,
-        {stage.index: stage},
+        {stage.index: stage for stage in stages},
         program,
         collectives,
         transport,
@@ -70,7 +88,7 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
         loss_scale=arguments.scale_loss if strategy.scales_loss else 1.0,
         timers=strategy.timers,
     )
-    return Engine(stage, worker, evaluation, prediction)
+    return Engine(stages, worker, evaluation, prediction)
 
 
 def build_stage(job: Job, index: int, device: torch.device) -> Stage:

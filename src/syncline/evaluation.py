@@ -23,11 +23,10 @@ def evaluate(
     )
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
-    engine.stage.eval()
-    for micro_batches in loader.epoch():
-        result = engine.worker.evaluate(engine.evaluation_program, micro_batches)
-        loss += result.loss
-        tokens += result.tokens
-    engine.stage.train()
+    with engine.evaluating():
+        for micro_batches in loader.epoch():
+            result = engine.worker.evaluate(engine.evaluation_program, micro_batches)
+            loss += result.loss
+            tokens += result.tokens
     mean = loss.item() / tokens if tokens else float("nan")
     return Evaluation(mean, tokens, time.perf_counter() - began)

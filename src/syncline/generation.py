@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from syncline.engine import Engine
 from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
-from syncline.topology import Topology
 
 TEMPERATURE = 0.8
 
@@ -16,7 +15,6 @@ TEMPERATURE = 0.8
 def generate(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    topology: Topology,
     *,
     prompt: str,
     tokens: int,
@@ -30,20 +28,20 @@ def generate(
     serving loop.
     """
     text = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
-    source = topology.rank(pp=topology.pp - 1)
+    program = engine.prediction_program
+    source = program.holder(0, program.last_stage)
     generator = torch.Generator(device).manual_seed(seed)
-    engine.stage.eval()
-    for _ in range(tokens):
-        logits = engine.worker.predict(engine.prediction_program, _micro_batch(text[-max_sequence:], device))
-        token = torch.zeros(1, dtype=torch.int64, device=device)
-        if logits is not None:
-            probabilities = torch.softmax(logits[0, -1].float() / TEMPERATURE, dim=-1)
-            token = torch.multinomial(probabilities, 1, generator=generator)
-        dist.broadcast(token, source)
-        text.append(int(token))
-        if text[-1] == tokenizer.eos_token_id:
-            break
-    engine.stage.train()
+    with engine.evaluating():
+        for _ in range(tokens):
+            logits = engine.worker.predict(program, _micro_batch(text[-max_sequence:], device))
+            token = torch.zeros(1, dtype=torch.int64, device=device)
+            if logits is not None:
+                probabilities = torch.softmax(logits[0, -1].float() / TEMPERATURE, dim=-1)
+                token = torch.multinomial(probabilities, 1, generator=generator)
+            dist.broadcast(token, source)
+            text.append(int(token))
+            if text[-1] == tokenizer.eos_token_id:
+                break
     return str(tokenizer.decode(text, skip_special_tokens=True))
 
 

@@ -63,7 +63,7 @@ def describe_job(
     meta_model = build_meta_model(config, arguments.attn_implementation)
     if change_model is not None:
         change_model(meta_model)
-    split = plan_split(meta_model, strategy.topology.pp)
+    split = plan_split(meta_model, strategy.placement.stages)
     uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
     rules = update_rules(meta_model, arguments)
     strategy = replace(strategy, warnings=(*strategy.warnings, *rules.warnings))
@@ -89,7 +89,7 @@ def check_model(job: Job) -> None:
     if job.arguments.model_name_or_path is not None:
         local_folder(job.arguments.model_name_or_path)
     arguments = job.arguments
-    check_split(job.config, job.strategy.topology.pp, arguments.attn_implementation)
+    check_split(job.config, job.strategy.placement.stages, arguments.attn_implementation)
     if arguments.isolate_documents:
         rows = max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size)
         check_isolation(job.config, arguments.attn_implementation, rows)

@@ -81,9 +81,10 @@ NO_EFFECT = (
         "ranks lie along one axis only, so there is one order",
     ),
     NoEffect("pipeline_schedule_mode", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect("virtual_pp_degree", _one_stage, "pipeline_parallel_degree is 1, and one rank has nobody to wait for"),
     NoEffect(
         "pipeline_schedule_mode",
-        lambda a, t: t.pp > 1 and a.gradient_accumulation_steps == 1,
+        lambda a, t: t.pp > 1 and a.gradient_accumulation_steps == 1 and a.pipeline_schedule_mode != "VPP",
         "a single micro-batch has one order",
     ),
     NoEffect(

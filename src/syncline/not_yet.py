@@ -25,11 +25,10 @@ NOT_YET = (
     NotYet("sharding", "with offload", lambda a: "offload" in a.sharding, Arrival.OFFLOAD),
     NotYet("tensor_parallel_degree", "more than 1", lambda a: a.tensor_parallel_degree > 1, Arrival.TENSOR),
     NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
-    NotYet("virtual_pp_degree", "more than 1", lambda a: a.virtual_pp_degree > 1, Arrival.SCHEDULES),
     NotYet(
         "pipeline_schedule_mode",
-        "VPP, ZBH1, ZBV, DualPipeV",
-        lambda a: a.pipeline_schedule_mode not in ("1F1B", "FThenB"),
+        "ZBH1, ZBV, DualPipeV",
+        lambda a: a.pipeline_schedule_mode in ("ZBH1", "ZBV", "DualPipeV"),
         Arrival.SCHEDULES,
     ),
     NotYet(

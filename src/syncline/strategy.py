@@ -19,6 +19,7 @@ from syncline.errors import UserError
 from syncline.flag_effects import acting_flags, is_met
 from syncline.no_effect import no_effect_warnings
 from syncline.not_yet import refuse_not_yet
+from syncline.placement import Placement
 from syncline.topology import Topology
 
 OVERLAP_FLAGS = (
@@ -104,7 +105,9 @@ class Strategy:
     micro_batches: int = 1
     """Micro-batches per optimizer step on each replica, `k` in every formula."""
     schedule: str = "1F1B"
-    """`1F1B` or `FThenB`. With one stage both run each micro-batch forward, then backward."""
+    """A key of `program.schedules.SCHEDULES`. With one stage all run each micro-batch forward, then backward."""
+    virtual_stages: int = 1
+    """Stages on each rank of a pipeline."""
     sync: SyncMoment = SyncMoment.LAST_MICRO_BATCH
     overlap: bool = True
     """Reductions start inside the backward as each bucket fills. No meaning after accumulation."""
@@ -131,6 +134,10 @@ class Strategy:
     timers: bool = False
     warnings: tuple[str, ...] = ()
     """Sentences for the user: flags that have no effect here."""
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.topology.pp, self.virtual_stages)
 
     @property
     def ownership(self) -> Ownership:
@@ -160,6 +167,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     refuse_not_yet(arguments)
     topology = _topology(arguments)
     _refuse_slices_of_whole_tensors(arguments, topology)
+    _refuse_interleaving_one_stage(arguments, topology)
     flags, flag_warnings = acting_flags(arguments, topology)
     _refuse_sums_and_averages(arguments, topology)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
@@ -168,6 +176,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         topology=topology,
         micro_batches=arguments.gradient_accumulation_steps,
         schedule=arguments.pipeline_schedule_mode,
+        virtual_stages=arguments.virtual_pp_degree if topology.pp > 1 else 1,
         sync=sync,
         overlap=_overlap(arguments, flags, sync),
         average_in_collective=bool(flags & set(AVERAGE_FLAGS)),
@@ -319,6 +328,15 @@ def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topo
         f"{arguments.optim} looks at each parameter as a whole, and flat slices cut through parameters",
         "Write sharding: stage1 without split_param, which divides by whole tensors, or optim: adamw.",
     )
+
+
+def _refuse_interleaving_one_stage(arguments: TrainingArguments, topology: Topology) -> None:
+    if arguments.pipeline_schedule_mode == "VPP" and arguments.virtual_pp_degree == 1 and topology.pp > 1:
+        raise UserError(
+            "pipeline_schedule_mode=VPP and virtual_pp_degree=1",
+            "a rank with one stage has nothing to interleave",
+            "Write virtual_pp_degree: 2 or more, or pipeline_schedule_mode: 1F1B.",
+        )
 
 
 def _refuse_sums_and_averages(arguments: TrainingArguments, topology: Topology) -> None:

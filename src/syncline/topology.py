@@ -1,6 +1,6 @@
 """Ranks, their coordinates along the parallel axes, and the groups these coordinates span.
 
-Vocabulary: an *axis* is one way of splitting the work (`pp` pipeline stages, `dp` data-parallel replicas, `sharding`
+Vocabulary: an *axis* is one way of splitting the work (`pp` positions in a pipeline, `dp` replicas, `sharding`
 replicas that also divide optimizer state, `sep` sequence parts, `tp` tensor slices). Its *degree* is the number of
 parts. A *group along axes* is the set of ranks that differ in those axes only.
 """
@@ -50,7 +50,8 @@ class Topology:
         """The position of `rank` along every axis."""
         return self._coordinates[rank]
 
-    def stage(self, rank: int) -> int:
+    def position(self, rank: int) -> int:
+        """The place of `rank` in its pipeline."""
         return self._coordinates[rank]["pp"]
 
     def replica(self, rank: int) -> int:

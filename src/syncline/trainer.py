@@ -122,13 +122,14 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the model as a Hugging Face folder, each stage its share, and return the folder."""
-        topology = self.job.strategy.topology
+        stages = self.job.strategy.placement.stages
         with self.engine.worker.parameters.whole():
-            if topology.replica(self.rank) == 0:
-                save_stage_weights(self.folder.model, self.engine.stage, topology.pp)
+            if self.job.strategy.topology.replica(self.rank) == 0:
+                for stage in self.engine.stages:
+                    save_stage_weights(self.folder.model, stage, stages)
             dist.barrier()
         if self.rank == 0:
-            finish_folder(self.folder.model, self.job.config, self.data.tokenizer, topology.pp)
+            finish_folder(self.folder.model, self.job.config, self.data.tokenizer, stages)
             self._warn_of_another_tokenizer()
         dist.barrier()
         self.callbacks.on_export(self.state, self.control, path=self.folder.model)
@@ -231,7 +232,6 @@ class Trainer:
         text = generate(
             self.engine,
             self.data.tokenizer,
-            self.job.strategy.topology,
             prompt=arguments.sample_prompt,
             tokens=arguments.sample_tokens,
             max_sequence=arguments.max_seq_length,

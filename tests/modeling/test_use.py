@@ -34,7 +34,7 @@ class Watched:
         numbers = {
             storage_of(p): number for number, child in enumerate(self.model.children()) for p in child.parameters()
         }
-        self.use = ParameterUse(self.model, numbers, self._told, in_backward=in_backward)
+        self.use = ParameterUse([self.model], numbers, self._told, in_backward=in_backward)
 
     def _told(self, number: int) -> None:
         self.happened.append(f"use {number}")
@@ -134,7 +134,7 @@ def test_functions_are_told_within_the_context_only():
 def test_parameters_of_no_bucket_are_not_told():
     model = Layers()
     told: list[int] = []
-    use = ParameterUse(model, {storage_of(model.first.weight): 7}, told.append, in_backward=False)
+    use = ParameterUse([model], {storage_of(model.first.weight): 7}, told.append, in_backward=False)
     with use:
         functional.linear(model.first(INPUT), model.second.weight)
     assert set(told) == {7}
@@ -144,7 +144,7 @@ def test_a_module_whose_parameters_lie_in_several_buckets_uses_all():
     model = Layers()
     told: list[int] = []
     buckets = {storage_of(model.first.weight): 3, storage_of(model.first.bias): 1}
-    ParameterUse(model, buckets, told.append, in_backward=False)
+    ParameterUse([model], buckets, told.append, in_backward=False)
     model.first(INPUT)
     assert told == [1, 3]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from syncline.placement import Placement
 from syncline.program.build import build_forward_program, build_program
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
 from syncline.program.passes.normalization import token_mean
@@ -78,7 +79,9 @@ def small_naive(
     """The naive step; without layers bucket 0 is the head and bucket 1 the embedding on one stage."""
     topology = Topology(pp=stages, dp=replicas, sharding=shards)
     layout = small_layout(stages=stages, tied=tied, layers=layers, ownership=ownership, shards=shards)
-    return naive_program(topology, layout, micro_batches, SCHEDULES["1F1B"], Sizes(activation_bytes=64))
+    return naive_program(
+        topology, Placement(stages), layout, micro_batches, SCHEDULES["1F1B"], Sizes(activation_bytes=64)
+    )
 
 
 def small_scaled(**sizes: int | bool) -> Program:
@@ -101,9 +104,9 @@ def small_forward_program(strategy: Strategy, micro_batches: int, *, tied: bool 
 
 def _layout_for(strategy: Strategy, tied: bool, layers: int = 3, frozen: Collection[str] = ()) -> ParameterLayout:
     return small_layout(
-        stages=strategy.topology.pp,
+        stages=strategy.placement.stages,
         tied=tied,
-        layers=max(layers, strategy.topology.pp),
+        layers=max(layers, strategy.placement.stages),
         ownership=strategy.ownership,
         shards=strategy.shards,
         divide_parameters=strategy.divides_parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from syncline.placement import Placement
 from syncline.program.passes.divide_parameters import gather_around_use
 from syncline.program.passes.fold_scales import fold_scales
 from syncline.program.passes.gather_overlap import gather_behind_forward
@@ -62,7 +63,7 @@ def divided(*, stages: int = 1, micro_batches: int = 1, schedule: str = "1F1B", 
     """As stage 3, two ranks to a stage."""
     topology = Topology(pp=stages, sharding=2)
     layout = small_layout(stages=stages, layers=layers, ownership=SLICES, shards=2, divide_parameters=True, **options)
-    program = naive_program(topology, layout, micro_batches, SCHEDULES[schedule], Sizes())
+    program = naive_program(topology, Placement(stages), layout, micro_batches, SCHEDULES[schedule], Sizes())
     return gather_around_use(shard_updates(program))
 
 
@@ -275,7 +276,7 @@ def test_gather_around_use_begins_before_a_stage_waits_for_what_it_computes_with
 
 def test_an_evaluation_gathers_around_its_forwards():
     layout = small_layout(ownership=SLICES, shards=2, divide_parameters=True)
-    program = gather_around_use(forward_program(Topology(sharding=2), layout, 2, Sizes()))
+    program = gather_around_use(forward_program(Topology(sharding=2), Placement(), layout, 2, Sizes()))
     assert_listing(
         program,
         0,

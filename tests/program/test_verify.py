@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.placement import Placement
 from syncline.program.actions import (
     Action,
     AllocateGradients,
@@ -90,7 +91,9 @@ def test_a_step_of_1024_ranks_verifies():
 @pytest.mark.parametrize("stages", [1, 3])
 def test_forward_programs_send_what_is_received(stages: int):
     topology = Topology(pp=stages, dp=2)
-    program = forward_program(topology, small_layout(stages=stages, layers=3), 4, small_program(Strategy()).sizes)
+    program = forward_program(
+        topology, Placement(stages), small_layout(stages=stages, layers=3), 4, small_program(Strategy()).sizes
+    )
     kinds = [type(action) for actions in program.ranks for action in actions]
     assert kinds.count(SendActivation) == kinds.count(ReceiveActivation) == 2 * 4 * (stages - 1)
     assert Backward not in kinds
@@ -244,6 +247,7 @@ def test_release_holds_nothing_between_steps_and_no_more_within():
 def test_peak_counts_only_what_is_alive_at_once():
     program = Program(
         topology=Topology(),
+        placement=Placement(),
         layout=small_layout(),
         micro_batches=1,
         target=ONE,

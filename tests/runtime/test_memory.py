@@ -161,7 +161,7 @@ def outlived_by(rank: int, world_size: int, keys: Mapping[str, Any]) -> list[str
     left: dict[str, ReferenceType[Any]] = {
         "worker": ref(engine.worker),
         "gradients": ref(engine.worker.gradients),
-        **{name: ref(parameter) for name, parameter in engine.stage.named_parameters()},
+        **{name: ref(parameter) for name, parameter in engine.parameters_by_name().items()},
     }
     del engine
     gc.collect()

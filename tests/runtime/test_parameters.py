@@ -199,7 +199,7 @@ def start_toy(rank: int, kind: type[Toy], strategy: Strategy) -> Worker:
         {0: stage},
         program,
         collectives,
-        Transport(strategy.topology, strategy.shape_exchange, CPU, collectives.traffic, TIMEOUT),
+        Transport([program], strategy.shape_exchange, CPU, collectives.traffic, TIMEOUT),
         gradient_dtype=torch.float64,
         rules=[UpdateRule("adamw", weight_decay=0.1)],
         max_gradient_norm=0.0,

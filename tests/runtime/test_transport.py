@@ -20,11 +20,13 @@ from syncline.runtime.failures import CommunicationError
 from syncline.runtime.transport import Transport
 from syncline.strategy import ShapeExchange, Strategy
 from syncline.topology import Topology
+from tests.program.examples import small_program
 from tests.stand_ins import CPU, Token, Weights, exact, micro_batch_of, start_worker
 
 pytestmark = pytest.mark.ranks
 
 TIMEOUT = timedelta(seconds=60)
+TWO_STAGES = small_program(Strategy(topology=Topology(pp=2)))
 STEPS = (
     ((2, 5), (2, 9), (1, 5)),
     ((2, 9), (2, 9), (3, 1)),
@@ -64,7 +66,7 @@ def hidden_states(shape: tuple[int, ...], step: int, micro_batch: int, dtype: to
 def exchange(rank: int, world_size: int, mode: ShapeExchange, dtype: torch.dtype) -> tuple[int, int]:
     """Activations go down and gradients back up; (headers sent, bytes counted)."""
     traffic = Traffic()
-    transport = Transport(Topology(pp=2), mode, CPU, traffic, TIMEOUT)
+    transport = Transport([TWO_STAGES], mode, CPU, traffic, TIMEOUT)
     with counted_headers() as headers:
         for step, shapes in enumerate(STEPS):
             for index, shape in enumerate(shapes):
@@ -130,7 +132,7 @@ def test_a_pipeline_trains_on_sequences_of_changing_length(pool):
 
 def wait_in_vain(rank: int, world_size: int) -> str:
     """Rank 1 waits for what rank 0 never sends, although rank 0 is alive."""
-    transport = Transport(Topology(pp=2), ShapeExchange.ONCE, CPU, Traffic(), timedelta(seconds=1))
+    transport = Transport([TWO_STAGES], ShapeExchange.ONCE, CPU, Traffic(), timedelta(seconds=1))
     message = ""
     if rank == 1:
         with pytest.raises(CommunicationError) as error:

@@ -145,7 +145,7 @@ def make_run(combination: Combination) -> Run:
         arguments = arguments_from_mapping({"model_config": {**EXACT_LLAMA, "tie_word_embeddings": tied}, **keys})
         with mock.patch.object(numerical, "BUCKET_BYTES", EXACT_BUCKET_BYTES):
             return Run(combination, numerical.verification_job(arguments))
-    layers = keys.get("pipeline_parallel_degree", 1) + 1
+    layers = keys.get("pipeline_parallel_degree", 1) * keys.get("virtual_pp_degree", 1) + 1
     config = {**LLAMA, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     return Run(combination, describe_job(arguments_from_mapping({"model_config": config, **keys, **PLAIN_TRAINING})))
 
@@ -326,7 +326,7 @@ def parameter_errors(engine: Engine, reference: RoundedReference) -> Iterator[tu
     """The largest error of each parameter beyond the rounding of its own dtype, relative to the largest update."""
     (*_, gradients), (*_, learning_rate) = reference.gradients, LEARNING_RATES
     largest = learning_rate * max(gradient.abs().max() for gradient in gradients.values())
-    for name, parameter in engine.stage.parameters_by_name().items():
+    for name, parameter in engine.parameters_by_name().items():
         update = learning_rate * gradients[name].double() if parameter.requires_grad else 0.0
         expected = reference.parameters[name].double() - update
         rounding = torch.finfo(parameter.dtype).eps * expected.abs()

@@ -65,7 +65,12 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "embedding frozen": {"freeze_parameters": ["embed_tokens"]},
         "first layers frozen": {"freeze_parameters": ["embed_tokens", r"layers\.[01]\."]},
     },
-    "schedule": {"1F1B": {}, "FThenB": {"pipeline_schedule_mode": "FThenB"}},
+    "schedule": {
+        "1F1B": {},
+        "FThenB": {"pipeline_schedule_mode": "FThenB"},
+        "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
+        "three stages a rank": {"virtual_pp_degree": 3},
+    },
     "shapes": {
         "shapes once": {},
         "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},

@@ -46,7 +46,7 @@ def llama_specs(stages: int, tied: bool) -> tuple[ParameterSpec, ...]:
 
 def llama_layout(strategy: Strategy, tied: bool) -> ParameterLayout:
     """As `syncline.job` lays a model out, in buckets of `BUCKET_ELEMENTS` whatever the dtype."""
-    return _layout(strategy.topology.pp, tied, strategy.ownership, strategy.shards, strategy.divides_parameters)
+    return _layout(strategy.placement.stages, tied, strategy.ownership, strategy.shards, strategy.divides_parameters)
 
 
 @lru_cache(maxsize=256)

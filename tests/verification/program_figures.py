@@ -38,7 +38,8 @@ def reductions_per_bucket(strategy: Strategy) -> int:
 def expected_bytes(program: Program, strategy: Strategy, rank: int) -> int:
     """Messages between stages, scalars, tied copies, and what becomes of each bucket."""
     topology = program.topology
-    neighbours = (topology.stage(rank) > 0) + (topology.stage(rank) < topology.pp - 1)
+    stages = program.stages(rank)
+    neighbours = 2 * len(stages) - (0 in stages) - (topology.pp * len(stages) - 1 in stages)
     sent = neighbours * program.micro_batches * program.sizes.activation_bytes
     sharded = strategy.ownership is not Ownership.REPLICATED
     sent += ring(topology.replicas, SCALAR, 2)  # The token count, ...

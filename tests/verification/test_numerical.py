@@ -298,7 +298,7 @@ def verify_moved_parameter(rank: int, world_size: int, keys: Keys, wrong_rank: i
 
     def compare(engine: Engine, *others):
         with torch.no_grad():
-            for parameter in engine.stage.parameters():
+            for parameter in engine.parameters_by_name().values():
                 parameter.mul_(1 + 1e-9 * (rank == wrong_rank))
         return honest(engine, *others)
 

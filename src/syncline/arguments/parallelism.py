@@ -71,7 +71,7 @@ class ParallelismArguments:
     )
     pipeline_parallel_degree: int = _option(
         1,
-        "Pipeline stages: consecutive layers on different ranks.",
+        "Ranks of a pipeline, which hold consecutive layers.",
         effect="sends and receives of activations and gradients between stages, in the order of the schedule",
         cost="A rank holds a share of the layers; of the step, (stages - 1) / (k + stages - 1) is bubble.",
         minimum=1,
@@ -80,16 +80,18 @@ class ParallelismArguments:
     )
     virtual_pp_degree: int = _option(
         1,
-        "Parts of the model on each pipeline rank. More than 1 arrives with the schedules.",
-        effect="an interleaved schedule",
-        cost="A smaller bubble for more messages.",
+        "Stages on each rank of a pipeline, any number up to what the layers suffice for. They are dealt out in turn, "
+        "so that every micro-batch goes round the ranks so many times.",
+        effect="an interleaved order of forwards and backwards",
+        cost="1F1B's bubble divided by it, for any k that is not less than the ranks; as many times the messages, and "
+        "up to twice the activations.",
         minimum=1,
         unset=-1,
     )
     pipeline_schedule_mode: str = _option(
         "1F1B",
-        "The order of forwards and backwards in a pipeline: `1F1B` or `FThenB`. VPP, ZBH1, ZBV and DualPipeV arrive "
-        "with the schedules.",
+        "The order of forwards and backwards in a pipeline: `1F1B` (`VPP` with virtual_pp_degree above 1, under either "
+        "name) or `FThenB`. ZBH1, ZBV and DualPipeV arrive with the schedules.",
         effect="the order of all compute actions",
         cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k.",
         choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),

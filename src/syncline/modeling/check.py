@@ -161,7 +161,7 @@ def _difference(expected: tuple[Tensor, Gradients], found: tuple[Tensor, Gradien
 
 def _refusal(model: PreTrainedModel, stages: int, wrong: str) -> UserError:
     return UserError(
-        f"pipeline_parallel_degree {stages} with {type(model).__name__}",
+        f"{stages} pipeline stages with {type(model).__name__}",
         f"a tiny copy of the model, cut into stages, {wrong}",
         "Write pipeline_parallel_degree 1 (data parallelism works with every model)",
     )

@@ -42,7 +42,7 @@ def uses_in_forward(model: PreTrainedModel) -> Uses:
     names = {parameter: name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
     seen: list[nn.Parameter] = []
     places = {storage_of(parameter): place for place, parameter in enumerate(order)}
-    use = ParameterUse(model, places, lambda place: seen.append(order[place]), in_backward=False)
+    use = ParameterUse([model], places, lambda place: seen.append(order[place]), in_backward=False)
     input_ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device="meta")
     # To make a mask, transformers looks at values; some models take no other than their own.
     whole_mask = torch.zeros(1, 1, TRIAL_TOKENS, TRIAL_TOKENS, device="meta")

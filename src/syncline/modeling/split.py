@@ -161,9 +161,9 @@ def _names_in_plan(model: PreTrainedModel, stages: int) -> list[str]:
 def _spread(layers: int, stages: int) -> tuple[range, ...]:
     if stages > layers:
         raise UserError(
-            f"pipeline_parallel_degree {stages}",
+            f"{stages} pipeline stages",
             f"the model has {layers} layers, and every stage needs one",
-            f"Write pipeline_parallel_degree {layers} or less",
+            f"Write a pipeline_parallel_degree, times virtual_pp_degree, of {layers} or less",
         )
     counts = [layers // stages] * stages
     for stage in [*range(1, stages - 1), 0][: layers % stages]:
@@ -192,7 +192,7 @@ def _refuse_shared_layers(model: PreTrainedModel, plan: SplitPlan) -> None:
 
 def _refusal(model: PreTrainedModel, stages: int, wrong: str) -> UserError:
     return UserError(
-        f"pipeline_parallel_degree {stages} with {type(model).__name__}",
+        f"{stages} pipeline stages with {type(model).__name__}",
         wrong,
         "Write pipeline_parallel_degree 1 (data parallelism works with every model)",
     )

@@ -7,7 +7,7 @@ enters a function of PyTorch. In a backward, parameters are used once the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ class ParameterUse(TorchFunctionMode):
     may compute some of it again.
     """
 
-    def __init__(self, model: nn.Module, bucket_of: Mapping[int, int], use: Use, *, in_backward: bool) -> None:
+    def __init__(
+        self, models: Iterable[nn.Module], bucket_of: Mapping[int, int], use: Use, *, in_backward: bool
+    ) -> None:
         """`bucket_of` maps the `storage_of` parameters to their bucket; with `in_backward` uses in backwards are told
         too.
         """
@@ -45,7 +47,7 @@ class ParameterUse(TorchFunctionMode):
         self._in_backward = in_backward
         self._telling = False
         self._hooks: list[RemovableHandle] = []
-        for module in model.modules():
+        for module in (module for model in models for module in model.modules()):
             buckets = {bucket_of.get(storage_of(parameter)) for parameter in module.parameters(recurse=False)} - {None}
             if buckets:
                 self._watch(module, sorted(bucket for bucket in buckets if bucket is not None))
@@ -64,7 +66,7 @@ class ParameterUse(TorchFunctionMode):
         return result
 
     def forget(self) -> None:
-        """Stop watching the model's modules."""
+        """Stop watching the models' modules."""
         for hook in self._hooks:
             hook.remove()
 

@@ -113,8 +113,9 @@ class Backward(Action):
 class PointToPoint(Action):
     """`stage` is the rank's own stage, `peer` the other side's global rank.
 
-    A receive waits for its message. A send returns at once unless `MESSAGES_IN_FLIGHT` earlier ones are still on their
-    way."""
+    A receive waits for its message. A send returns at once unless as many earlier ones to the same peer in the same
+    direction are still on their way as the program allows (`Program.messages_in_flight`).
+    """
 
     stage: int
     micro_batch: int

@@ -37,7 +37,7 @@ def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_byt
     """
     sizes = sizes_of(strategy, activation_bytes)
     schedule = SCHEDULES[strategy.schedule]
-    program = naive_program(strategy.topology, layout, strategy.micro_batches, schedule, sizes)
+    program = naive_program(strategy.topology, strategy.placement, layout, strategy.micro_batches, schedule, sizes)
     for step in passes(strategy):
         program = step(program)
     return with_peaks(program)
@@ -47,7 +47,8 @@ def build_forward_program(
     strategy: Strategy, layout: ParameterLayout, micro_batches: int, *, activation_bytes: int
 ) -> Program:
     """The program of `micro_batches` forwards through all stages, without an update."""
-    program = forward_program(strategy.topology, layout, micro_batches, sizes_of(strategy, activation_bytes))
+    sizes = sizes_of(strategy, activation_bytes)
+    program = forward_program(strategy.topology, strategy.placement, layout, micro_batches, sizes)
     return with_peaks(gather_around_use(program) if strategy.divides_parameters else program)
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from syncline.placement import Placement
 from syncline.program.actions import AccumulateShard, Action, AllocateGradients, Part
 from syncline.program.factors import Factor
 from syncline.program.layout import Bucket, ParameterLayout
 from syncline.topology import AXES, Topology
-
-MESSAGES_IN_FLIGHT = 2
-"""How many messages a rank may have sent to a neighbour in one direction before the first must have been received.
-
-It bounds what the sender keeps alive. With none in flight 1F1B would deadlock: a stage would have to deliver its next
-activation before its neighbour, busy delivering a gradient, could take it.
-"""
 
 
 @dataclass(frozen=True)
@@ -34,31 +28,39 @@ class Program:
     """One step on all ranks. Passes turn a program into another; they never change one in place."""
 
     topology: Topology
+    placement: Placement
     layout: ParameterLayout
     micro_batches: int
     target: Factor
     """What every gradient must have been multiplied by when the optimizer reads it."""
     sizes: Sizes
     ranks: tuple[tuple[Action, ...], ...]
+    messages_in_flight: int = 2
+    """How many messages a rank may have sent to another in one direction before the first must have been received."""
     peak_gradient_bytes: tuple[int, ...] = ()
     """Per rank, by liveness; filled in by the builder once the last pass has run, and checked by the verifier."""
     peak_gathered_bytes: tuple[int, ...] = ()
     """The same for the parameters that are gathered from others and freed again."""
 
-    def stage(self, rank: int) -> int:
-        return self.topology.stage(rank)
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, in the order of the model."""
+        return self.placement.stages_at(self.topology.position(rank))
 
     @property
     def last_stage(self) -> int:
-        return self.topology.pp - 1
+        return self.placement.last_stage
+
+    def holder(self, rank: int, stage: int) -> int:
+        """The rank that holds `stage` in the pipeline of `rank`."""
+        return self.topology.neighbour(rank, pp=self.placement.position(stage))
 
     def buckets(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets of gradients that `rank` holds."""
-        return self.layout.of_stage(self.stage(rank))
+        return tuple(bucket for stage in self.stages(rank) for bucket in self.layout.of_stage(stage))
 
     def parameter_buckets(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets of parameters that `rank` holds: with those that are frozen, where parameters are divided."""
-        return self.layout.all_of_stage(self.stage(rank))
+        return tuple(bucket for stage in self.stages(rank) for bucket in self.layout.all_of_stage(stage))
 
     def bucket(self, id: int) -> Bucket:
         return self.layout.buckets[id]
@@ -90,7 +92,7 @@ class Program:
             return tuple(range(self.topology.world_size))
         if group.startswith("tied:"):
             stages = (int(stage) for stage in group.removeprefix("tied:").split(","))
-            return tuple(sorted(self.topology.neighbour(rank, pp=stage) for stage in stages))
+            return tuple(sorted(self.holder(rank, stage) for stage in stages))
         axes = tuple(group.split("+"))
         assert set(axes) <= set(AXES), f"unknown group {group}"
         return self.topology.group(rank, axes)

@@ -23,21 +23,24 @@ from syncline.program.program import Program
 from syncline.strategy import Ownership
 
 
-def line(action: Action) -> str:
-    """One action as one line."""
+def line(action: Action, *, tells_stage: bool = False) -> str:
+    """One action as one line. With `tells_stage` it says which of a rank's stages it is about."""
     name = snake_case(type(action).__name__).replace("_", " ")
+    stage = f" of stage {action.stage}" if tells_stage and hasattr(action, "stage") else ""
+    during = getattr(action, "during", None)
+    inside = f" during {line(during, tells_stage=tells_stage)}" if during is not None else ""
     if isinstance(action, PointToPoint):
         preposition = "to" if name.startswith("send") else "from"
-        return f"{name} {action.micro_batch} {preposition} rank {action.peer}"
+        return f"{name} {action.micro_batch}{stage} {preposition} rank {action.peer}"
     if isinstance(action, ScaleLoss):
         return f"{name} {action.micro_batch} by {action.scale}"
     if isinstance(action, ScaleGradients):
         return f"{name} {action.bucket} by {action.scale}"
     if isinstance(action, ReduceGradients):
         how = "" if action.kind == "all_reduce" else f" by {action.kind.replace('_', '-')}"
-        return f"{name} {action.bucket} {action.op} over {action.group}{how}{_during(action)}"
+        return f"{name} {action.bucket} {action.op} over {action.group}{how}{inside}"
     if isinstance(action, GatherParameters):
-        return f"{name} {action.bucket} over {action.group} by {action.kind.replace('_', '-')}{_during(action)}"
+        return f"{name} {action.bucket} over {action.group} by {action.kind.replace('_', '-')}{inside}"
     if isinstance(action, ReduceReplicated):
         return f"{name} {action.bucket} sum over {action.group} ({action.what})"
     if isinstance(action, ClipGradients):
@@ -47,10 +50,10 @@ def line(action: Action) -> str:
     if isinstance(action, OptimizerStep):
         return f"{name} {action.bucket}{_by(action.scale)}"
     if hasattr(action, "micro_batch"):
-        return f"{name} {action.micro_batch}"
+        return f"{name} {action.micro_batch}{stage}"
     if hasattr(action, "bucket"):
         part = " shard" if getattr(action, "part", Part.BUCKET) is Part.SHARD else ""
-        return f"{name} {action.bucket}{part}{_during(action)}"
+        return f"{name} {action.bucket}{part}{inside}"
     if not hasattr(action, "group"):
         return name
     return f"{name} over {action.group}{_by(getattr(action, 'scale', None))}"
@@ -60,20 +63,22 @@ def _by(scale: object) -> str:
     return f" by {scale}" if scale else ""
 
 
-def _during(action: Action) -> str:
-    during = getattr(action, "during", None)
-    return f" during {line(during)}" if during is not None else ""
-
-
 def listing(program: Program, rank: int) -> list[str]:
     """One rank's actions, a line each."""
-    return [line(action) for action in program.ranks[rank]]
+    several = len(program.stages(rank)) > 1
+    return [line(action, tells_stage=several) for action in program.ranks[rank]]
+
+
+def title(program: Program, rank: int) -> str:
+    """The rank and its stages."""
+    stages = program.stages(rank)
+    return f"rank {rank}, stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
     """The whole program: degrees, buckets, each rank's actions, the summary.
 
-    Ranks that hold the same stage, and own the same of it where whole buckets have owners, do the same but for their
+    Ranks that hold the same stages, and own the same of them where whole buckets have owners, do the same but for their
     peers; unless `ranks` names some, one of each kind is shown.
     """
     kinds = kinds_of_ranks(program)
@@ -86,7 +91,7 @@ def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
     for rank in shown:
         alike = next(alike for alike in kinds if rank in alike)
         peers = f", as every rank of {alike}" if ranks is None and len(alike) > 1 else ""
-        parts += ["", f"rank {rank}, stage {program.stage(rank)}{peers}"]
+        parts += ["", f"{title(program, rank)}{peers}"]
         parts += [f"  {text}" for text in listing(program, rank)]
     parts += ["", *summary_lines(program)]
     return "\n".join(parts)
@@ -95,10 +100,10 @@ def to_text(program: Program, ranks: Sequence[int] | None = None) -> str:
 def kinds_of_ranks(program: Program) -> list[list[int]]:
     """The ranks, those together that do the same but for their peers."""
     by_tensors = program.layout.ownership is Ownership.TENSORS
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for rank in range(program.topology.world_size):
         shard = program.topology.coordinate(rank)["sharding"] if by_tensors else 0
-        kinds.setdefault((program.stage(rank), shard), []).append(rank)
+        kinds.setdefault((program.stages(rank), shard), []).append(rank)
     return list(kinds.values())
 
 
@@ -157,7 +162,7 @@ def to_json(program: Program) -> dict[str, Any]:
             for bucket in program.layout.buckets
         ],
         "ranks": [
-            {"rank": rank, "stage": program.stage(rank), "actions": [action.to_json() for action in actions]}
+            {"rank": rank, "stages": list(program.stages(rank)), "actions": [action.to_json() for action in actions]}
             for rank, actions in enumerate(program.ranks)
         ],
         "summary": summary(program),

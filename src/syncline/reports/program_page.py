@@ -25,7 +25,7 @@ from syncline.program.actions import (
     WaitReduce,
 )
 from syncline.program.program import Program
-from syncline.program.text import line, to_text
+from syncline.program.text import listing, title, to_text
 
 KINDS: dict[str, tuple[type[Action], ...]] = {
     "forward": (Forward,),
@@ -56,8 +56,8 @@ pre { overflow-x: auto; background: #8881; padding: .8rem; }
 
 
 def program_page(program: Program, arguments: TrainingArguments) -> str:
-    """The page for `program`, which follows from `arguments`; one rank of each stage has a lane."""
-    shown = [program.topology.rank(pp=stage) for stage in range(program.topology.pp)]
+    """The page for `program`, which follows from `arguments`; one rank of each place in the pipeline has a lane."""
+    shown = [program.topology.rank(pp=position) for position in range(program.topology.pp)]
     lanes = "\n".join(_lane(program, rank) for rank in shown)
     legend = "".join(f'<span class="action {kind}">{kind}</span>' for kind in KINDS)
     text = to_text(program)
@@ -73,15 +73,15 @@ def program_page(program: Program, arguments: TrainingArguments) -> str:
 
 
 def _lane(program: Program, rank: int) -> str:
-    actions = "\n".join(_entry(action) for action in program.ranks[rank])
-    return f'<div class="lane"><h3>rank {rank}, stage {program.stage(rank)}</h3>\n{actions}\n</div>'
+    actions = "\n".join(map(_entry, program.ranks[rank], listing(program, rank)))
+    return f'<div class="lane"><h3>{title(program, rank)}</h3>\n{actions}\n</div>'
 
 
-def _entry(action: Action) -> str:
+def _entry(action: Action, text: str) -> str:
     classes: Sequence[str] = ["action", _kind(action)]
     if getattr(action, "during", None) is not None:
         classes = [*classes, "inside"]
-    return f'<div class="{" ".join(filter(None, classes))}">{escape(line(action))}</div>'
+    return f'<div class="{" ".join(filter(None, classes))}">{escape(text)}</div>'
 
 
 def _kind(action: Action) -> str:

@@ -53,9 +53,9 @@ class Parameters:
         self._queue = ParameterQueue(lambda action: self.handlers[type(action)](action))
         in_backward = any(isinstance(getattr(action, "during", None), Backward) for action in actions)
         bucket_of = {storage_of(bucket.flat): key for key, bucket in self.buckets.items()}
-        self._uses: list[AbstractContextManager[Any]] = [
-            ParameterUse(stage, bucket_of, self._use, in_backward=in_backward) for stage in stages.values() if actions
-        ]
+        self._noticing_uses: AbstractContextManager[Any] = (
+            ParameterUse(stages.values(), bucket_of, self._use, in_backward=in_backward) if actions else nullcontext()
+        )
 
     @contextmanager
     def used_by(self, inside: Sequence[Action]) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Parameters:
         awaited = [action for action in inside if isinstance(action, ACTIONS)]
         self._queue.arm(awaited)
         # Behind `at_rest` parameters are on their way that the program does not wait for here.
-        with self._uses[0] if awaited or self._gathers else nullcontext():
+        with self._noticing_uses if awaited or self._gathers else nullcontext():
             yield
         self._queue.finish()
 

@@ -5,13 +5,14 @@ announces dtype and shape in a small fixed-size header. Headers are remembered b
 micro-batch, and are sent once for each, once per step, or with every message (`ShapeExchange`). Headers are not counted
 as traffic.
 
-Activations and gradients travel on communicators of their own, so that a stage's send down and its neighbour's send up
-never wait for one another.
+Activations and gradients travel on communicators of their own, and so do, of each, those to higher and those to lower
+ranks: what one rank sends and what its neighbour sends never wait for one another.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,18 +21,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.program.actions import PointToPoint
-from syncline.program.program import MESSAGES_IN_FLIGHT
+from syncline.program.program import Program
 from syncline.runtime.collectives import Traffic
 from syncline.runtime.failures import waiting_for
 from syncline.strategy import ShapeExchange
-from syncline.topology import Topology
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 MAX_DIMENSIONS = 6
-DIRECTIONS = ("activation", "gradient")
+UP, DOWN = True, False
+"""Whether the receiver is the higher rank."""
 
 Key = tuple[int, str, tuple[int, ...]]
 """Peer, direction, shape of the micro-batch."""
+
+Lane = tuple[str, bool]
+"""Direction, and whether the receiver is the higher rank."""
 
 Header = tuple[torch.dtype, tuple[int, ...]]
 
@@ -51,26 +55,33 @@ class _Leaving:
 
 
 class Transport:
-    """Sends return at once while fewer than `MESSAGES_IN_FLIGHT` earlier ones are on their way; receives wait.
+    """Sends return at once while as few earlier ones are on their way as the program allows; receives wait.
 
     Headers stay on the host, where both sides read them without waiting for a device.
     """
 
     def __init__(
-        self, topology: Topology, exchange: ShapeExchange, device: torch.device, traffic: Traffic, timeout: timedelta
+        self,
+        programs: Sequence[Program],
+        exchange: ShapeExchange,
+        device: torch.device,
+        traffic: Traffic,
+        timeout: timedelta,
     ) -> None:
+        """`programs` are all that will run; the ranks of the world come here together."""
+        self._in_flight = max(program.messages_in_flight for program in programs)
         self._exchange = exchange
         self._device = device
         self._traffic = traffic
         self._sent_headers: dict[Key, Header] = {}
         self._received_headers: dict[Key, Header] = {}
-        self._leaving: dict[str, deque[_Leaving]] = {direction: deque() for direction in DIRECTIONS}
-        self._groups = _direction_groups(topology, timeout)
+        self._leaving: defaultdict[tuple[int, str], deque[_Leaving]] = defaultdict(deque)
+        self._groups = _groups(programs[0], timeout)
 
     def send(self, action: PointToPoint, tensor: Tensor, micro_batch_shape: tuple[int, ...]) -> None:
         """Start sending `tensor` to the action's peer."""
-        leaving = self._leaving[action.direction]
-        while len(leaving) >= MESSAGES_IN_FLIGHT:
+        leaving = self._leaving[action.peer, action.direction]
+        while len(leaving) >= self._in_flight:
             leaving.popleft().wait()
         key = (action.peer, action.direction, micro_batch_shape)
         header = (tensor.dtype, tuple(tensor.shape))
@@ -106,12 +117,14 @@ class Transport:
     def _start(self, parts: list[Tensor], action: PointToPoint) -> _Leaving:
         what = f"rank {action.peer} to take {_describe(action)}"
         with waiting_for(what):
-            works = [dist.isend(part, action.peer, group=self._groups[action.direction]) for part in parts]
+            group = self._groups[action.direction, action.peer > dist.get_rank()]
+            works = [dist.isend(part, action.peer, group=group) for part in parts]
         return _Leaving([work for work in works if work is not None], parts, what)
 
     def _wait_for(self, tensor: Tensor, action: PointToPoint) -> None:
         with waiting_for(f"{_describe(action)} from rank {action.peer}"):
-            work = dist.irecv(tensor, action.peer, group=self._groups[action.direction])
+            group = self._groups[action.direction, action.peer < dist.get_rank()]
+            work = dist.irecv(tensor, action.peer, group=group)
             assert work is not None
             work.wait()
 
@@ -120,16 +133,19 @@ def _describe(action: PointToPoint) -> str:
     return f"the {action.direction} of micro-batch {action.micro_batch} at stage {action.stage}"
 
 
-def _direction_groups(topology: Topology, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """One communicator per direction for each pipeline; groups are created by all ranks of the world together."""
-    groups: dict[str, dist.ProcessGroup] = {}
-    if topology.pp == 1:
+def _groups(program: Program, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+    """The communicators of the own pipeline; groups are created by all ranks of the world together."""
+    groups: dict[Lane, dist.ProcessGroup] = {}
+    lanes: list[Lane] = [("activation", UP), ("gradient", DOWN)]
+    if program.placement.per_position > 1:  # From the last rank of a pipeline it goes back to the first.
+        lanes += [("activation", DOWN), ("gradient", UP)]
+    if program.topology.pp == 1:
         return groups
-    for direction in DIRECTIONS:
-        for members in topology.groups(("pp",)):
+    for lane in lanes:
+        for members in program.topology.groups(("pp",)):
             group = dist.new_group(list(members), timeout=timeout)
             if dist.get_rank() in members:
-                groups[direction] = group
+                groups[lane] = group
     return groups
 
 

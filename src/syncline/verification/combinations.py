@@ -81,7 +81,12 @@ AXES: Mapping[str, Mapping[str, Keys]] = {
 
 SIDE_AXES: Mapping[str, Mapping[str, Keys]] = {
     "gathers": {"behind the forward": {}, "at once": {"overlap_parameter_gather": False}},
-    "schedule": {"1F1B": {}, "FThenB": {"pipeline_schedule_mode": "FThenB"}},
+    "schedule": {
+        "1F1B": {},
+        "FThenB": {"pipeline_schedule_mode": "FThenB"},
+        "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
+        "FThenB, two stages a rank": {"pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 2},
+    },
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},
     "optimizer": {name: {"optim": name, "weight_decay": 0.1} for name in ("adamw", "sgd", "adafactor", "muon")},
     "clipping": {"clipped": {}, "unclipped": {"max_grad_norm": 0.0}},
@@ -153,7 +158,8 @@ def has_meaning(choices: Choices) -> bool:
     if form is not None and "topology" in choices and (form == UNSHARDED) != (sharding == 1):
         return False
     gathers_at_once = choices.get("gathers") == "at once" and (form in (UNSHARDED, STAGE3) or sharding == 1)
-    other_schedule = choices.get("schedule") == "FThenB" and (pp == 1 or choices.get("k") == "k=1")
+    schedule = choices.get("schedule", "1F1B")
+    other_schedule = schedule != "1F1B" and (pp == 1 or ("FThenB" in schedule and choices.get("k") == "k=1"))
     other_order = choices.get("order") == "sharding first" and (pp == 1 or dp * sharding == 1)
     return not (gathers_at_once or other_schedule or other_order)
 
@@ -200,7 +206,8 @@ class DistinctProgram:
 
 def sight(strategy: Strategy, tied: bool) -> Sight:
     ownership = (strategy.ownership, strategy.shards)
-    return strategy.topology, strategy.micro_batches, strategy.schedule, *ownership, *passes(strategy), tied
+    order = (strategy.schedule, strategy.virtual_stages)
+    return strategy.topology, strategy.micro_batches, *order, *ownership, *passes(strategy), tied
 
 
 def distinct_programs(topologies: Iterable[str] = DEGREES) -> dict[Sight, DistinctProgram]:

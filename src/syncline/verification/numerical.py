@@ -79,8 +79,9 @@ def verification_job(arguments: TrainingArguments) -> Job:
     whatever in the arguments or the model cannot work, patterns that match nothing in the full model included.
     """
     full_config = resolve_config(arguments.model_name_or_path, arguments.model_config)
+    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
     # One layer more than stages, so that stages differ in size.
-    config = without_randomness(shrink_config(full_config, arguments.pipeline_parallel_degree + 1))
+    config = without_randomness(shrink_config(full_config, strategy.placement.stages + 1))
     attention = portable_attention(arguments.attn_implementation)
     if arguments.freeze_parameters or arguments.parameter_groups:
         # Refused as training would refuse them: the small model has other layers.
@@ -99,7 +100,6 @@ def verification_job(arguments: TrainingArguments) -> Job:
         freeze_parameters=small_patterns(arguments.freeze_parameters, small_model),
         parameter_groups=tuple(group for group, members in small_groups if members),
     )
-    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
     return describe_job(small, config=config, strategy=strategy, change_model=_prepare)
 
 
@@ -114,7 +114,8 @@ def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -
     ]
     with InFloat64():
         engine = start_engine(job, rank, device)
-        recompute_in_float64(engine.stage)
+        for stage in engine.stages:
+            recompute_in_float64(stage)
         results = [engine.worker.step(_own(job, batch, rank, device), learning_rate(job)) for batch in steps]
         with engine.worker.parameters.whole():
             return _gather(rank, *_compare(engine, results, reference_run(job, steps)))
@@ -171,7 +172,7 @@ def _own(job: Job, batch: GlobalBatch, rank: int, device: torch.device) -> list:
 
 def _compare(engine: Engine, results: list[StepResult], reference: ReferenceRun) -> tuple[float, str, int]:
     """The largest relative error on this rank, whose it is, and how many parameters were compared."""
-    own: Mapping[str, Tensor] = engine.stage.parameters_by_name()
+    own: Mapping[str, Tensor] = engine.parameters_by_name()
     errors = {name: _relative(own[name].detach().cpu(), reference.parameters[name].detach()) for name in own}
     for step, result in enumerate(results):
         assert result.gradient_norm is not None

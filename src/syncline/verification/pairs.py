@@ -44,7 +44,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "sharding_comm_buffer_size_MB": (16,),
     "gradient_bucket_size_MB": (8,),
     "gradient_accumulation_steps": (1,),
-    "pipeline_schedule_mode": ("FThenB",),
+    "pipeline_schedule_mode": ("FThenB", "VPP"),
+    "virtual_pp_degree": (2,),
     "hybrid_parallel_topo_order": ("sharding_first",),
 }
 """Those values of each key that are looked at."""

@@ -35,7 +35,7 @@ def allocate_where_written(program: Program) -> Program:
             if isinstance(action, Backward):
                 awaited = [
                     AllocateGradients(bucket.id, action)
-                    for bucket in sorted(program.buckets(rank), key=lambda bucket: bucket.opens, reverse=True)
+                    for bucket in sorted(program.layout.of_stage(action.stage), key=lambda b: b.opens, reverse=True)
                     if (bucket.id, Part.BUCKET) in absent
                 ]
                 absent -= {(allocation.bucket, Part.BUCKET) for allocation in awaited}

@@ -28,7 +28,7 @@ def gather_around_use(program: Program) -> Program:
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
         kept = [action for action in actions if not isinstance(action, (GatherParameters, WaitGather))]
         computations = [action for action in kept if isinstance(action, Compute)]
-        orders = [_in_order_of_use(computation, program.parameter_buckets(rank)) for computation in computations]
+        orders = [_in_order_of_use(computation, program) for computation in computations]
         changed: list[Action] = [GatherParameters(orders[0][0].id, GROUP)]
         whole: set[int] = set()
         behind: list[Action] = []
@@ -71,7 +71,8 @@ def _inside(
     return inside, in_use
 
 
-def _in_order_of_use(computation: Forward | Backward, buckets: Sequence[Bucket]) -> list[Bucket]:
+def _in_order_of_use(computation: Forward | Backward, program: Program) -> list[Bucket]:
+    buckets = program.layout.all_of_stage(computation.stage)
     return sorted(buckets, key=lambda bucket: (_interval(computation, bucket), -bucket.id))
 
 

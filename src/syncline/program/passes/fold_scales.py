@@ -14,7 +14,7 @@ from dataclasses import replace
 from syncline.program.actions import Action, ClipGradients, OptimizerStep, ScaleGradients, ScaleLoss
 from syncline.program.factors import ONE, Factor
 from syncline.program.passes.delay_loss_scale import shared_part
-from syncline.program.passes.positions import last_backward
+from syncline.program.passes.positions import final
 from syncline.program.program import Program
 
 
@@ -31,9 +31,11 @@ def fold_scales(program: Program) -> Program:
     fold = _into_loss if into_loss else _into_optimizer
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = last_backward(actions)
-        kept = [a for index, a in enumerate(actions) if index < last or not isinstance(a, ScaleGradients)]
-        return [fold(action, factor) for action in kept]
+        return [
+            fold(action, factor)
+            for action, is_final in zip(actions, final(program, actions), strict=True)
+            if not (is_final and isinstance(action, ScaleGradients))
+        ]
 
     return program.map_ranks(change)
 
@@ -41,8 +43,8 @@ def fold_scales(program: Program) -> Program:
 def _final_factors(program: Program, rank: int, actions: Sequence[Action]) -> list[Factor]:
     """For each bucket of which the rank owns something, the product of the scales behind its last backward."""
     factors = {bucket.id: ONE for bucket in program.buckets(rank) if program.owns(rank, bucket.id)}
-    for action in actions[last_backward(actions) :]:
-        if isinstance(action, ScaleGradients):
+    for action, is_final in zip(actions, final(program, actions), strict=True):
+        if is_final and isinstance(action, ScaleGradients):
             factors[action.bucket] *= action.scale
     return list(factors.values())
 

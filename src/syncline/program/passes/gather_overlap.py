@@ -22,8 +22,9 @@ def gather_behind_forward(program: Program) -> Program:
                 continue
             changed.append(action)
             if isinstance(action, Forward):
-                changed += [happening_during(action, wait) for wait in waits]
-                waits = []
+                of_stage = [wait for wait in waits if program.bucket(wait.bucket).stage == action.stage]
+                changed += [happening_during(action, wait) for wait in of_stage]
+                waits = [wait for wait in waits if wait not in of_stage]
         return changed
 
     return program.map_ranks(change)

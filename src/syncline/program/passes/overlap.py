@@ -19,6 +19,7 @@ from syncline.program.actions import (
     bucket_of,
     happening_during,
 )
+from syncline.program.layout import Bucket
 from syncline.program.passes.allocation import is_due
 from syncline.program.passes.sync_moment import SYNCHRONISATION
 from syncline.program.program import Program
@@ -33,7 +34,7 @@ def overlap_reductions(program: Program) -> Program:
     What must happen inside the backward as well (a further reduction of the same bucket, the freeing of its storage)
     happens when the next bucket is full: one bucket is on its way while the next one fills.
     """
-    return program.map_ranks(lambda rank, actions: _sink_waits(list(_start_inside(program, actions))))
+    return program.map_ranks(lambda rank, actions: _sink_waits(program, list(_start_inside(program, actions))))
 
 
 def _start_inside(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
@@ -78,7 +79,7 @@ def _allocates_bucket(action: Action) -> TypeGuard[AllocateGradients]:
     return isinstance(action, AllocateGradients) and action.part is Part.BUCKET
 
 
-def _sink_waits(actions: Sequence[Action]) -> list[Action]:
+def _sink_waits(program: Program, actions: Sequence[Action]) -> list[Action]:
     """Every wait outside a backward, with what follows from it, moves down to just before the first action that touches
     its bucket.
     """
@@ -92,14 +93,16 @@ def _sink_waits(actions: Sequence[Action]) -> list[Action]:
         if bucket in pending and isinstance(action, SYNCHRONISATION) and not isinstance(action, ReduceGradients):
             pending[bucket].append(action)
             continue
-        for waited in [waited for waited in pending if _touches(action, waited)]:
+        for waited in [waited for waited in pending if _touches(action, program.bucket(waited))]:
             changed += pending.pop(waited)
         changed.append(action)
     assert not pending, f"waits for buckets {list(pending)} are never needed"
     return changed
 
 
-def _touches(action: Action, bucket: int) -> bool:
-    if isinstance(action, (Backward, ClipGradients)):
+def _touches(action: Action, bucket: Bucket) -> bool:
+    if isinstance(action, Backward):
+        return action.stage == bucket.stage
+    if isinstance(action, ClipGradients):
         return True
-    return isinstance(action, (OptimizerStep, ReduceReplicated, ReduceGradients)) and action.bucket == bucket
+    return isinstance(action, (OptimizerStep, ReduceReplicated, ReduceGradients)) and action.bucket == bucket.id

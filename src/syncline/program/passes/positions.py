@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.program.actions import Action, Backward, ClipGradients
+from syncline.program.actions import Action, Backward, ClipGradients, bucket_of
+from syncline.program.program import Program
 
 
-def last_backward(actions: Sequence[Action]) -> int:
-    """The position of the last backward: behind it no gradient is written any more."""
-    return max(index for index, action in enumerate(actions) if isinstance(action, Backward))
+def final(program: Program, actions: Sequence[Action]) -> list[bool]:
+    """For each action whether it is about a bucket and stands behind the last backward of the bucket's stage: nothing
+    is added to the bucket any more.
+    """
+    last = {action.stage: index for index, action in enumerate(actions) if isinstance(action, Backward)}
+    buckets = [bucket_of(action) for action in actions]
+    return [bucket is not None and index > last[program.bucket(bucket).stage] for index, bucket in enumerate(buckets)]
 
 
 def clipping(actions: Sequence[Action]) -> int:

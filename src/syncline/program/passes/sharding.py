@@ -68,7 +68,7 @@ def shard_updates(program: Program) -> Program:
 
 def _updates(buckets: Sequence[Bucket], owned: Sequence[Bucket], gathering: str) -> Iterator[Action]:
     """The buckets that the next forward uses first come first."""
-    in_use_order = sorted(buckets, key=lambda bucket: (bucket.first_use, -bucket.id))
+    in_use_order = sorted(buckets, key=lambda bucket: (bucket.stage, bucket.first_use, -bucket.id))
     for bucket in in_use_order:
         if bucket in owned:
             yield OptimizerStep(bucket.id)

@@ -16,7 +16,7 @@ from syncline.program.actions import (
     ZeroGradients,
     bucket_of,
 )
-from syncline.program.passes.positions import clipping, last_backward
+from syncline.program.passes.positions import clipping, final
 from syncline.program.program import Program
 
 SYNCHRONISATION = (ReduceGradients, WaitReduce, ScaleGradients, AccumulateShard, ZeroGradients)
@@ -27,9 +27,10 @@ def sync_last_micro_batch(program: Program) -> Program:
     """Only the reductions that follow each stage's last backward stay: before it, gradients accumulate unreduced."""
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last = last_backward(actions)
         return [
-            action for index, action in enumerate(actions) if index > last or not isinstance(action, SYNCHRONISATION)
+            action
+            for action, is_final in zip(actions, final(program, actions), strict=True)
+            if is_final or not isinstance(action, SYNCHRONISATION)
         ]
 
     return program.map_ranks(change)
@@ -42,9 +43,13 @@ def sync_after_accumulation(program: Program) -> Program:
     """
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
-        last, clip = last_backward(actions), clipping(actions)
+        clip = clipping(actions)
         before = [action for action in actions[:clip] if not isinstance(action, SYNCHRONISATION)]
-        moved = [action for action in actions[last + 1 : clip] if isinstance(action, SYNCHRONISATION)]
+        moved = [
+            action
+            for action, is_final in zip(actions[:clip], final(program, actions)[:clip], strict=True)
+            if is_final and isinstance(action, SYNCHRONISATION)
+        ]
         return [*before, *_side_by_side(moved), *actions[clip:]]
 
     return program.map_ranks(change)

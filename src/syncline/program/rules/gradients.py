@@ -100,9 +100,11 @@ class GradientRules:
             )
 
     def write(self, rank: RankState, backward: Backward, seed: Fraction) -> None:
-        """A backward adds its gradients to every bucket; where the bucket is allocated during it, as soon as it is."""
+        """A backward adds its gradients to every bucket of its stage; to one that is allocated during it, as soon as
+        that is done.
+        """
         allocated = {action.bucket for action in self._allocations_during(rank, backward)}
-        for bucket in self._program.buckets(rank.number):
+        for bucket in self._program.layout.of_stage(backward.stage):
             if bucket.id in allocated:
                 rank.awaited_writes[bucket.id] = (backward, seed)
             else:

@@ -52,9 +52,10 @@ class ParameterRules:
     def use(self, rank: RankState, computation: Forward | Backward) -> None:
         """A computation uses every bucket of its stage: now, or once the bucket has been waited for during it."""
         awaited = {action.bucket for action in self._inside(rank) if isinstance(action, WaitGather)}
-        for id, state in rank.parameters.items():
-            if state is not Parameters.CURRENT and id not in awaited:
-                raise Violation(3, rank.number, computation, f"the parameters of bucket {id} are {state.value}")
+        for bucket in self._program.layout.all_of_stage(computation.stage):
+            state = self._state(rank, computation, bucket.id)
+            if state is not Parameters.CURRENT and bucket.id not in awaited:
+                raise Violation(3, rank.number, computation, f"the parameters of bucket {bucket.id} are {state.value}")
 
     def _inside(self, rank: RankState) -> Iterator[Action]:
         """What happens during the computation that the rank has come to."""

@@ -17,7 +17,6 @@ from syncline.program.actions import (
     SendActivation,
     SendGradient,
 )
-from syncline.program.program import MESSAGES_IN_FLIGHT
 from syncline.program.rules.gradients import GradientRules
 from syncline.program.rules.handlers import Handler, World
 from syncline.program.rules.parameters import ParameterRules
@@ -93,7 +92,7 @@ class PipelineRules:
         if (action.stage, action.micro_batch) not in done:
             raise Violation(3, rank.number, action, "what it sends has not been computed")
         channel = self._channels[rank.number, action.peer, action.direction]
-        if len(channel) >= MESSAGES_IN_FLIGHT:
+        if len(channel) >= self._program.messages_in_flight:
             raise Blocked
         seed = Fraction(1)
         if isinstance(action, SendGradient):

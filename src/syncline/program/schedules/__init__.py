@@ -1,16 +1,21 @@
-"""In which order one stage computes its forwards and backwards. A schedule knows nothing but its stage and the number
-of micro-batches.
+"""In which order one rank computes its forwards and backwards. A schedule knows nothing but where stages are and the
+number of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from syncline.placement import Placement
 from syncline.program.actions import Backward, Forward
-from syncline.program.schedules.forward_then_backward import forward_then_backward
-from syncline.program.schedules.one_forward_one_backward import one_forward_one_backward
+from syncline.program.schedules.alternating import forward_then_backward, one_forward_one_backward
 
-Schedule = Callable[[int, int, int], list[Forward | Backward]]
-"""(stage, stages, micro_batches) -> the stage's computations in order."""
+Schedule = Callable[[Placement, int, int], Iterable[Forward | Backward]]
+"""(placement, position, micro_batches) -> the computations of the rank at that position, in order."""
 
-SCHEDULES: dict[str, Schedule] = {"1F1B": one_forward_one_backward, "FThenB": forward_then_backward}
+SCHEDULES: dict[str, Schedule] = {
+    "1F1B": one_forward_one_backward,
+    "VPP": one_forward_one_backward,
+    "FThenB": forward_then_backward,
+}
+"""1F1B with several stages at a position is VPP, the interleaved schedule, under either name."""

@@ -1,14 +1,15 @@
 """The naive step: what every option starts from, written to be obviously right.
 
-Every rank runs its schedule; every backward is followed by the reduction of each of its buckets, waited for at once and
-divided by the number of replicas, so that what has accumulated is always the mean over replicas; then each bucket is
-updated and zeroed. Losses are sums over tokens and are not scaled: the normalisation is a pass of its own.
+Every rank runs its schedule; every backward is followed by the reduction of each of its stage's buckets, waited for at
+once and divided by the number of replicas, so that what has accumulated is always the mean over replicas; then each
+bucket is updated and zeroed. Losses are sums over tokens and are not scaled: the normalisation is a pass of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from syncline.placement import Placement
 from syncline.program.actions import (
     Action,
     Backward,
@@ -28,38 +29,48 @@ from syncline.program.actions import (
 )
 from syncline.program.factors import ONE, Factor
 from syncline.program.layout import Bucket, ParameterLayout
+from syncline.program.messages import messages_in_flight
 from syncline.program.program import Program, Sizes
 from syncline.program.schedules import Schedule
+from syncline.program.schedules.alternating import forwards
 from syncline.topology import REPLICA_AXES, Topology
 
 
 def naive_program(
-    topology: Topology, layout: ParameterLayout, micro_batches: int, schedule: Schedule, sizes: Sizes
+    topology: Topology,
+    placement: Placement,
+    layout: ParameterLayout,
+    micro_batches: int,
+    schedule: Schedule,
+    sizes: Sizes,
 ) -> Program:
     """The step with no option at all."""
     ranks = []
     for rank in range(topology.world_size):
-        buckets = layout.of_stage(topology.stage(rank))
+        stages = placement.stages_at(topology.position(rank))
+        buckets = [bucket for stage in stages for bucket in layout.of_stage(stage)]
         actions: list[Action] = [CountTokens(replica_group(topology))]
-        for action in _pipeline(topology, rank, micro_batches, schedule):
+        for action in _pipeline(topology, placement, rank, micro_batches, schedule):
             actions.append(action)
             if isinstance(action, Backward):
-                actions += _mean_over_replicas(topology, buckets)
+                actions += _mean_over_replicas(topology, layout.of_stage(action.stage))
         actions.append(ClipGradients(tuple(bucket.id for bucket in buckets if bucket.counts_in_norm), "pp"))
         for bucket in buckets:
             actions += [OptimizerStep(bucket.id), ZeroGradients(bucket.id)]
         actions.append(ReduceLoss("world", ONE))
         ranks.append(tuple(actions))
-    return Program(topology, layout, micro_batches, ONE, sizes, tuple(ranks))
+    return _program(topology, placement, layout, micro_batches, sizes, ranks)
 
 
-def forward_program(topology: Topology, layout: ParameterLayout, micro_batches: int, sizes: Sizes) -> Program:
+def forward_program(
+    topology: Topology, placement: Placement, layout: ParameterLayout, micro_batches: int, sizes: Sizes
+) -> Program:
     """Evaluation: every micro-batch runs forward through all stages; the summed loss and the token count come back."""
     ranks = []
     for rank in range(topology.world_size):
-        only_forwards = _pipeline(topology, rank, micro_batches, _forwards)
+        only_forwards = _pipeline(topology, placement, rank, micro_batches, forwards)
         ranks.append((CountTokens(replica_group(topology)), *only_forwards, ReduceLoss("world", ONE)))
-    return Program(topology, layout, micro_batches, ONE, sizes, tuple(ranks))
+    return _program(topology, placement, layout, micro_batches, sizes, ranks)
 
 
 def replica_group(topology: Topology) -> str:
@@ -67,16 +78,28 @@ def replica_group(topology: Topology) -> str:
     return "+".join(axis for axis in REPLICA_AXES if topology.degrees[axis] > 1) or "dp"
 
 
-def _forwards(stage: int, stages: int, micro_batches: int) -> list[Forward | Backward]:
-    return [Forward(stage, index) for index in range(micro_batches)]
+def _program(
+    topology: Topology,
+    placement: Placement,
+    layout: ParameterLayout,
+    micro_batches: int,
+    sizes: Sizes,
+    ranks: Sequence[Sequence[Action]],
+) -> Program:
+    in_flight = messages_in_flight(ranks)
+    return Program(topology, placement, layout, micro_batches, ONE, sizes, tuple(map(tuple, ranks)), in_flight)
 
 
-def _pipeline(topology: Topology, rank: int, micro_batches: int, schedule: Schedule) -> Iterator[Action]:
-    stage, stages = topology.stage(rank), topology.pp
-    before = topology.neighbour(rank, pp=stage - 1) if stage > 0 else None
-    after = topology.neighbour(rank, pp=stage + 1) if stage < stages - 1 else None
-    for action in schedule(stage, stages, micro_batches):
-        index = action.micro_batch
+def _pipeline(
+    topology: Topology, placement: Placement, rank: int, micro_batches: int, schedule: Schedule
+) -> Iterator[Action]:
+    def holder(stage: int) -> int | None:
+        there = 0 <= stage <= placement.last_stage
+        return topology.neighbour(rank, pp=placement.position(stage)) if there else None
+
+    for action in schedule(placement, topology.position(rank), micro_batches):
+        stage, index = action.stage, action.micro_batch
+        before, after = holder(stage - 1), holder(stage + 1)
         if isinstance(action, Forward):
             if before is not None:
                 yield ReceiveActivation(stage, index, before)
@@ -91,7 +114,7 @@ def _pipeline(topology: Topology, rank: int, micro_batches: int, schedule: Sched
                 yield SendGradient(stage, index, before)
 
 
-def _mean_over_replicas(topology: Topology, buckets: tuple[Bucket, ...]) -> Iterator[Action]:
+def _mean_over_replicas(topology: Topology, buckets: Sequence[Bucket]) -> Iterator[Action]:
     if topology.replicas == 1:
         return
     for bucket in buckets:
