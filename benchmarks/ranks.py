@@ -24,14 +24,14 @@ Body = Callable[[Mapping[str, Any], int], Any]
 """(request, rank) -> the answer; both are plain JSON. Only the answer of rank 0 is kept."""
 
 
-def ask_ranks(script: str, request: Mapping[str, Any]) -> Any:
-    """Run `script` as `RANKS` Gloo ranks with one thread each, and return what rank 0 answers to `request`.
+def ask_ranks(script: str, request: Mapping[str, Any], ranks: int = RANKS) -> Any:
+    """Run `script` as so many Gloo ranks with one thread each, and return what rank 0 answers to `request`.
 
     Ends the benchmark when a rank fails.
     """
     with tempfile.TemporaryDirectory(prefix="syncline-benchmark-") as folder:
         _request(folder).write_text(json.dumps(request))
-        status = launch([script, folder], RANKS, threads_per_rank=THREADS_PER_RANK)
+        status = launch([script, folder], ranks, threads_per_rank=THREADS_PER_RANK)
         if status:
             sys.exit(status)
         return json.loads(_answer(folder).read_text())

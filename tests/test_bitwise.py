@@ -64,8 +64,13 @@ MOVED: Mapping[str, Mapping[str, Any]] = {
 }
 """Ways to do the same arithmetic."""
 
+HALVED = {"pipeline_schedule_mode": "ZBH1"}
+
 MOVED_IN_A_PIPELINE: Mapping[str, Mapping[str, Any]] = {
     "all forwards first": {"pipeline_schedule_mode": "FThenB"},
+    "halved backwards": HALVED,
+    "halved backwards, after accumulation, released": {**HALVED, **AFTER, **RELEASE},
+    "halved backwards, recomputed": {**HALVED, "recompute": True},
     "shapes with every message": {"pipeline_parallel_config": "disable_p2p_cache_shape"},
     "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},
 }
@@ -163,6 +168,13 @@ def test_other_precisions_and_optimizers_change_no_bit_either(pool, keys):
     assert_bitwise_equal(pool, "dp=2", MOVED, dtype="bfloat16", **keys)
 
 
+def test_the_order_of_stages_on_a_rank_changes_no_bit(pool):
+    keys = {"virtual_pp_degree": 2, "model_config": {**LLAMA, "num_hidden_layers": 5}}
+    variants = {**MOVED, **MOVED_IN_A_PIPELINE}
+    assert_bitwise_equal(pool, "pp=2", variants, **keys)
+    assert_bitwise_equal(pool, "pp=2 dp=2", variants, **keys)
+
+
 # ---- Sharding --------------------------------------------------------------------------------------------------------
 
 AT_ONCE = {"overlap_parameter_gather": False}
@@ -239,6 +251,20 @@ def test_shards_of_every_micro_batch_add_up_to_the_same_bits(pool, topology):
     freed: Variants = {**released, "every micro-batch, freed": {**EVERY, **FREED}}
     assert_bitwise_equal(pool, topology, sliced({"every micro-batch": EVERY}, freed))
     assert_bitwise_equal(pool, topology, form("tensors", BY_TENSORS, {"every micro-batch": EVERY, **freed}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keys", [{}, BY_TENSORS, BY_SLICES, STAGE2, STAGE3], ids=str)
+def test_halved_backwards_lose_no_gradient_whatever_is_sharded(pool, keys, dtype):
+    """Other tools drop weight gradients here, or never reduce them, without an error."""
+    pieces = {"whole backwards": {}, "halved": HALVED, "halved, released": {**HALVED, **RELEASE}}
+    once = {
+        **pieces,
+        "halved, after accumulation": {**HALVED, **AFTER},
+        "halved, not overlapped": {**HALVED, **NO_OVERLAP},
+    }
+    assert_bitwise_equal(pool, "pp=2 sharding=2", once, **keys, dtype=dtype)
+    assert_bitwise_equal(pool, "pp=2 sharding=2", pieces, **keys, **EVERY, dtype=dtype)
 
 
 @pytest.mark.parametrize("keys", [{"amp_master_grad": False}, {"gradient_reduce_dtype": "bfloat16"}, {"optim": "sgd"}])

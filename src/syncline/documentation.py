@@ -19,6 +19,7 @@ from syncline.markdown import code, table
 from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
 from syncline.program.example import example_program, example_strategy
+from syncline.program.schedules.page import schedules_markdown
 from syncline.program.text import listing
 from syncline.strategy import Sharding, SyncMoment
 from syncline.topology import Topology
@@ -81,6 +82,7 @@ LIFE_FLAGS = (
 PAGES: dict[str, Callable[[], str]] = {
     "docs/options.md": options_markdown,
     "docs/combinations.md": combinations_markdown,
+    "docs/schedules.md": schedules_markdown,
 }
 """Every generated page by its path in the repository."""
 

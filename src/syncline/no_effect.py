@@ -84,7 +84,7 @@ NO_EFFECT = (
     NoEffect("virtual_pp_degree", _one_stage, "pipeline_parallel_degree is 1, and one rank has nobody to wait for"),
     NoEffect(
         "pipeline_schedule_mode",
-        lambda a, t: t.pp > 1 and a.gradient_accumulation_steps == 1 and a.pipeline_schedule_mode != "VPP",
+        lambda a, t: t.pp > 1 and a.gradient_accumulation_steps == 1 and a.pipeline_schedule_mode == "FThenB",
         "a single micro-batch has one order",
     ),
     NoEffect(

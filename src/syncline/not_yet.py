@@ -27,8 +27,8 @@ NOT_YET = (
     NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
     NotYet(
         "pipeline_schedule_mode",
-        "ZBH1, ZBV, DualPipeV",
-        lambda a: a.pipeline_schedule_mode in ("ZBH1", "ZBV", "DualPipeV"),
+        "ZBV, DualPipeV",
+        lambda a: a.pipeline_schedule_mode in ("ZBV", "DualPipeV"),
         Arrival.SCHEDULES,
     ),
     NotYet(

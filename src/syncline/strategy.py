@@ -105,7 +105,7 @@ class Strategy:
     micro_batches: int = 1
     """Micro-batches per optimizer step on each replica, `k` in every formula."""
     schedule: str = "1F1B"
-    """A key of `program.schedules.SCHEDULES`. With one stage all run each micro-batch forward, then backward."""
+    """A key of `program.schedules.SCHEDULES`."""
     virtual_stages: int = 1
     """Stages on each rank of a pipeline."""
     sync: SyncMoment = SyncMoment.LAST_MICRO_BATCH
@@ -175,7 +175,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     return Strategy(
         topology=topology,
         micro_batches=arguments.gradient_accumulation_steps,
-        schedule=arguments.pipeline_schedule_mode,
+        schedule=arguments.pipeline_schedule_mode if topology.pp > 1 else "1F1B",
         virtual_stages=arguments.virtual_pp_degree if topology.pp > 1 else 1,
         sync=sync,
         overlap=_overlap(arguments, flags, sync),

@@ -33,7 +33,7 @@ from syncline.engine import Engine, start_engine
 from syncline.evaluation import evaluate
 from syncline.generation import generate
 from syncline.job import Job
-from syncline.program.actions import Action, Backward
+from syncline.program.actions import ADDING_GRADIENTS, Action
 from syncline.progress import ProgressMode, ProgressReport
 from syncline.run_folder import RunFolder
 from syncline.runtime.clock import Phase
@@ -170,7 +170,8 @@ class Trainer:
             self.callbacks.on_epoch_end(self.state, self.control)
 
     def _observe(self, action: Action) -> None:
-        if isinstance(action, Backward):
+        # The backward through the rank's first stage is the last that a micro-batch comes to.
+        if isinstance(action, ADDING_GRADIENTS) and action.stage == self.engine.stages[0].index:
             self.callbacks.on_substep_end(self.state, self.control, micro_batch=action.micro_batch)
 
     def _after_step(self) -> None:

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from syncline.modeling.check import run_chained
 from syncline.modeling.gated_mlp import fuse_gated_mlps
-from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.products import WeightGradients, accumulate_in_products
 from tests.modeling.families import random_micro_batch, tiny_config, tiny_stages
 
 HIDDEN, INTERMEDIATE = 8, 20
@@ -106,7 +106,7 @@ def test_projections_that_accumulate_their_gradients():
     own, fused = two_mlps()
     for parameter in fused.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    accumulate_in_products(fused, main_gradient, torch.float64)
+    accumulate_in_products(fused, WeightGradients(main_gradient), torch.float64)
     for mlp in (own, fused):
         mlp(random(7, HIDDEN)).square().sum().backward()
     for found, expected in zip(fused.parameters(), own.parameters(), strict=True):

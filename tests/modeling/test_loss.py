@@ -8,7 +8,7 @@ from torch.nn import functional
 from syncline.modeling import loss as loss_module
 from syncline.modeling.batch import IGNORED_LABEL
 from syncline.modeling.loss import token_loss_sum
-from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.products import WeightGradients, accumulate_in_products
 from tests.modeling.families import FAMILIES, random_micro_batch, tiny_config, tiny_model
 
 
@@ -108,7 +108,7 @@ def head(*, bias=False, accumulating=False, dtype=torch.float64):
     module = nn.Linear(7, 11, bias=bias, dtype=dtype)
     if accumulating:
         module.weight.grad = torch.zeros_like(module.weight)
-        accumulate_in_products(module, main_gradient, dtype)
+        accumulate_in_products(module, WeightGradients(main_gradient), dtype)
     return module
 
 

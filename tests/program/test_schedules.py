@@ -10,8 +10,8 @@ import pytest
 
 from syncline.placement import Placement
 from syncline.program.abstract_state import Violation
-from syncline.program.actions import Backward, Forward, PointToPoint
-from syncline.program.costs import BACKWARD_COST, bubble_fraction
+from syncline.program.actions import Backward, BackwardInput, BackwardWeight, ClipGradients, Forward, PointToPoint
+from syncline.program.costs import COSTS, bubble_fraction
 from syncline.program.messages import messages_in_flight
 from syncline.program.schedules import SCHEDULES
 from syncline.program.schedules.alternating import groups, live_limit
@@ -20,6 +20,7 @@ from syncline.strategy import Strategy
 from syncline.topology import Topology
 from tests.program.examples import small_program
 
+HALVES = (Forward, BackwardInput, BackwardWeight)
 MICRO_BATCHES = (*range(1, 13), 16, 17, 31)
 
 
@@ -40,10 +41,10 @@ def computations(positions: int, per_position: int, position: int, micro_batches
 
 
 def most_waiting(order: list) -> int:
-    """The most forwards whose backward is still to come."""
+    """The most forwards whose backward, with both halves, is still to come."""
     most = waiting = 0
     for action in order:
-        waiting += 1 if isinstance(action, Forward) else -1
+        waiting += isinstance(action, Forward) - isinstance(action, (Backward, BackwardWeight))
         most = max(most, waiting)
     return most
 
@@ -55,11 +56,12 @@ def test_every_stage_computes_every_micro_batch_once(schedule, positions):
         for position in range(positions):
             order = computations(positions, per_position, position, micro_batches, schedule)
             stages = Placement(positions, per_position).stages_at(position)
-            wanted = {kind(stage, m) for kind in (Forward, Backward) for stage in stages for m in range(micro_batches)}
-            assert len(order) == len(wanted)
-            assert set(order) == wanted
-            backwards = [action for action in order if isinstance(action, Backward)]
-            assert all(order.index(Forward(a.stage, a.micro_batch)) < order.index(a) for a in backwards)
+            kinds = HALVES if schedule == "ZBH1" else (Forward, Backward)
+            place = {action: index for index, action in enumerate(order)}
+            assert len(place) == len(order) == len(kinds) * len(stages) * micro_batches
+            for stage, m in product(stages, range(micro_batches)):
+                places = [place[kind(stage, m)] for kind in kinds]
+                assert places == sorted(places)
 
 
 def test_one_stage_a_rank_is_the_papers_1f1b():
@@ -93,8 +95,48 @@ def test_the_bubble_is_that_of_the_formula_for_any_number_of_micro_batches(posit
         assert found == pytest.approx(float(idle / (k + idle)), abs=1e-9), (per_position, k)
 
 
-def test_backwards_cost_what_the_bubble_assumes():
-    assert BACKWARD_COST == 2.0
+@pytest.mark.parametrize("positions", [2, 3, 4, 8])
+def test_halved_backwards_fill_the_bubble_but_for_what_the_formula_says(positions):
+    """(p - 1) * (F + I - W), a third of 1F1B's where all three are equal; with several stages a rank about as much."""
+    for per_position, k in product((1, 2, 3), MICRO_BATCHES):
+        if k < positions:
+            continue
+        idle = Fraction(positions - 1, 3 * per_position)
+        least, found = float(idle / (k + idle)), bubble_fraction(step(positions, per_position, k, "ZBH1"))
+        if per_position == 1:
+            assert found == pytest.approx(least, abs=1e-9), k
+        else:
+            assert least - 1e-9 <= found <= 1.3 * least, (per_position, k)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_with_few_micro_batches_halved_backwards_fill_as_much_as_there_is(micro_batches):
+    """Each micro-batch but one has a weight half that fills a forward or backward's wait on another rank."""
+    idle = Fraction(2 * (4 - 1) - (micro_batches - 1), 3)
+    found = bubble_fraction(step(4, 1, micro_batches, "ZBH1"))
+    assert found == pytest.approx(float(idle / (micro_batches + idle)), abs=1e-9)
+
+
+def test_forward_and_halves_cost_the_same_and_a_backward_both_halves():
+    assert COSTS[Forward] == COSTS[BackwardInput] == COSTS[BackwardWeight] == COSTS[Backward] / 2 == 1.0
+
+
+def test_no_rank_holds_more_for_halved_backwards_than_the_first_one_holds_anyway():
+    for positions, per_position, k in product((2, 3, 4, 8), (1, 2, 3), MICRO_BATCHES):
+        first = most_waiting(computations(positions, per_position, 0, k, "1F1B"))
+        for position in range(positions):
+            assert most_waiting(computations(positions, per_position, position, k, "ZBH1")) <= first
+
+
+def test_three_ranks_halve_as_in_the_paper():
+    """By hand: the last rank puts off two weight halves, the middle one one, the first none."""
+    orders = [computations(3, 1, position, 4, "ZBH1") for position in range(3)]
+    letters = {Forward: "F", BackwardInput: "I", BackwardWeight: "W"}
+    assert [" ".join(f"{letters[type(a)]}{a.micro_batch}" for a in order) for order in orders] == [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3, 4, 8])
@@ -143,3 +185,58 @@ class TestMessagesInFlight:
         ranks = [[a for a in actions if not isinstance(a, PointToPoint)] for actions in step(2, 1, 2).ranks[:1]]
         ranks.append([a for a in step(2, 1, 2).ranks[1] if isinstance(a, PointToPoint)])
         assert messages_in_flight(ranks) == 2
+
+
+class TestHalvedBackwards:
+    """A weight half that is lost, doubled or too early is found."""
+
+    HALVED = step(3, 1, 4, "ZBH1")
+
+    def broken(self, change) -> str:
+        with pytest.raises(Violation) as error:
+            verify(self.HALVED.map_ranks(change))
+        return str(error.value)
+
+    def test_a_lost_weight_half(self):
+        lost = BackwardWeight(1, 2)
+        message = self.broken(lambda rank, actions: [action for action in actions if action != lost])
+        assert "bucket" in message
+        assert "lacks micro-batches [2]" in message
+
+    def test_a_lost_weight_half_of_a_stage_without_gradients(self):
+        program = small_program(
+            Strategy(topology=Topology(pp=2), micro_batches=2, schedule="ZBH1"),
+            layers=2,
+            frozen=("head", "layers.1.matrix", "layers.1.norm"),
+        )
+        verify(program)
+        lost = BackwardWeight(1, 1)
+        with pytest.raises(Violation, match="weight gradients of stage 1, micro-batch 1 are never computed"):
+            verify(program.map_ranks(lambda rank, actions: [action for action in actions if action != lost]))
+
+    def test_one_that_is_added_twice(self):
+        twice = BackwardWeight(0, 1)
+        message = self.broken(lambda rank, actions: [b for a in actions for b in ([a, a] if a == twice else [a])])
+        assert "the same gradient is added twice" in message
+
+    def test_one_that_comes_before_its_first_half(self):
+        def swapped(rank, actions):
+            early = {BackwardInput(0, 0): BackwardWeight(0, 0), BackwardWeight(0, 0): BackwardInput(0, 0)}
+            return [early.get(action, action) for action in actions]
+
+        assert "it comes before the first half of its backward" in self.broken(swapped)
+
+    def test_a_reduction_before_the_last_weight_half(self):
+        program = small_program(Strategy(topology=Topology(pp=2, dp=2), micro_batches=2, schedule="ZBH1"))
+        last = BackwardWeight(1, 1)
+
+        def early(rank, actions):
+            """The last weight half moves behind the reductions that it starts."""
+            if last not in actions:
+                return actions
+            rest = [action for action in actions if action != last]
+            clip = next(i for i, action in enumerate(rest) if isinstance(action, ClipGradients))
+            return [*rest[:clip], last, *rest[clip:]]
+
+        with pytest.raises(Violation):
+            verify(program.map_ranks(early))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from syncline.program.actions import AllocateGradients, Backward
 from syncline.program.layout import ALIGNMENT, Bucket, Slot
 from syncline.runtime.buckets import GradientBucket, GradientMemory
-from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.products import WeightGradients, accumulate_in_products
 from syncline.runtime.triggers import GradientQueue
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -44,7 +44,7 @@ def accumulating(model: ModelType) -> tuple[ModelType, list[Tensor]]:
         products.append(parameter)
         return parameter.grad
 
-    accumulate_in_products(model, main_gradient, next(model.parameters()).dtype)
+    accumulate_in_products(model, WeightGradients(main_gradient), next(model.parameters()).dtype)
     return model, products
 
 
@@ -158,7 +158,7 @@ def test_subclasses_are_left_to_autograd():
 def test_weights_of_another_dtype_than_the_gradients_are_left_to_autograd():
     model = two_layers(torch.bfloat16)
     forward = model[0].forward
-    accumulate_in_products(model, lambda parameter: pytest.fail("no product"), torch.float32)
+    accumulate_in_products(model, WeightGradients(lambda parameter: pytest.fail("no product")), torch.float32)
     assert model[0].forward == forward
     backward(model, inputs((7, 6), torch.bfloat16))
 
@@ -243,7 +243,7 @@ def test_embeddings_that_do_more_than_look_up_are_left_to_autograd(options):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(9, 5, dtype=torch.float64, **options))
     forward = plain[0].forward
-    accumulate_in_products(plain, lambda parameter: pytest.fail("no product"), torch.float64)
+    accumulate_in_products(plain, WeightGradients(lambda parameter: pytest.fail("no product")), torch.float64)
     assert plain[0].forward == forward
 
 
@@ -293,7 +293,7 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
         assert parameter.grad is not None
         return parameter.grad
 
-    accumulate_in_products(model, main_gradient, torch.float64)
+    accumulate_in_products(model, WeightGradients(main_gradient), torch.float64)
     seen: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -301,7 +301,7 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
         )
     output = model(inputs((7, 6)))
     assert all(parameter.grad is None for parameter in model.parameters())
-    queue.arm([AllocateGradients(0, during=Backward(0, 0))], {0: bucket})
+    queue.arm([AllocateGradients(0, during=Backward(0, 0))], {0: len(bucket.parameters)})
     output.square().sum().backward()
     queue.finish()
     plain(inputs((7, 6))).square().sum().backward()
@@ -313,3 +313,70 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
         gradient = model.get_parameter(slot.name).grad
         assert gradient is not None
         assert gradient.data_ptr() == in_bucket.data_ptr()
+
+
+class TestPuttingOff:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_what_is_put_off_is_added_later_and_is_the_same(self, dtype):
+        """In the order in which the backward came to the layers, and bit by bit what is added at once."""
+        model, taken = Padded(dtype), WeightGradients(added_to := Added())
+        expected = gradients_of(deepcopy(model), WeightGradients(Added()))
+        accumulate_in_products(model, taken, torch.float32, every_dtype=True)
+        with taken.putting_off() as put_off:
+            model(TOKENS).float().square().sum().backward()
+        assert added_to.main == {}
+        assert [id(weight) for weight, _ in put_off] == [id(model.head.weight), id(model.embedding.weight)]
+        for weight, add in put_off:
+            add(added_to(weight))
+        found = {name: added_to.main[id(weight)] for name, weight in model.named_parameters()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+    def test_another_dtype_than_the_main_gradients_is_added_as_autograd_does_it(self):
+        model = Padded(torch.bfloat16)
+        plain = deepcopy(model)
+        for parameter in plain.parameters():
+            parameter.grad_dtype = torch.float32
+        plain(TOKENS).float().square().sum().backward()
+        found = gradients_of(model, WeightGradients(Added()))
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], parameter.grad), name
+
+
+TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
+
+
+class Padded(nn.Module):
+    """An embedding of 5 rows, of which row 0 is padding, and a head."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 6, padding_idx=0)
+        self.head = nn.Linear(6, 5, bias=False)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class Added:
+    """Main gradients in float32, or in float64 for float64 weights, zero at first."""
+
+    def __init__(self) -> None:
+        self.main: dict[int, Tensor] = {}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return self.main.setdefault(id(weight), torch.zeros_like(weight, dtype=dtype))
+
+
+def gradients_of(model: nn.Module, taken: WeightGradients) -> dict[str, Tensor]:
+    """What a backward adds at once."""
+    accumulate_in_products(model, taken, torch.float32, every_dtype=True)
+    model(TOKENS).float().square().sum().backward()
+    main = taken._main_gradient
+    assert isinstance(main, Added)
+    return {name: main.main[id(weight)] for name, weight in model.named_parameters()}

@@ -57,6 +57,10 @@ class Watched:
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
             self.queue.watch(bucket)
 
+    @property
+    def gradients(self) -> dict[int, int]:
+        return {id: len(bucket.parameters) for id, bucket in self.buckets.items()}
+
     def _accumulated(self, name: str, parameter: nn.Parameter) -> None:
         self.happened.append(name)
 
@@ -78,7 +82,7 @@ class Watched:
         value = torch.ones(4, requires_grad=True)
         for name in chain:
             value = value * self.parameters[name]
-        self.queue.arm(actions, self.buckets)
+        self.queue.arm(actions, self.gradients)
         value.sum().backward()
         self.happened.append("end")
         self.queue.finish()
@@ -304,7 +308,7 @@ def test_nothing_is_left_for_the_next_backward():
 
 def test_a_product_that_adds_by_itself_gets_storage_once():
     watched = Watched()
-    watched.queue.arm(one_after_another(0, 1), watched.buckets)
+    watched.queue.arm(one_after_another(0, 1), watched.gradients)
     watched.queue.allocate_now(0)
     watched.queue.allocate_now(0)
     watched.queue.allocate_now(2)

@@ -69,6 +69,7 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "1F1B": {},
         "FThenB": {"pipeline_schedule_mode": "FThenB"},
         "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
+        "ZBH1": {"pipeline_schedule_mode": "ZBH1"},
         "three stages a rank": {"virtual_pp_degree": 3},
     },
     "shapes": {

@@ -91,9 +91,10 @@ class ParallelismArguments:
     pipeline_schedule_mode: str = _option(
         "1F1B",
         "The order of forwards and backwards in a pipeline: `1F1B` (`VPP` with virtual_pp_degree above 1, under either "
-        "name) or `FThenB`. ZBH1, ZBV and DualPipeV arrive with the schedules.",
+        "name), `FThenB`, or `ZBH1`, which halves backwards. ZBV and DualPipeV arrive with the schedules.",
         effect="the order of all compute actions",
-        cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k.",
+        cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k. ZBH1 lets "
+        "every rank hold as much as the first one does, and ranks wait a third of 1F1B's time.",
         choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
     )
     tensor_parallel_degree: int = _option(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 
-from syncline.program.actions import Action, Backward, Forward, Part
+from syncline.program.actions import Action, Computation, Part
 
 RULES = {
     1: "every receive has its send, in an order that cannot deadlock",
@@ -97,10 +97,12 @@ class RankState:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     activations: set[tuple[int, int]] = field(default_factory=set)
     gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    awaited_halves: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    """By stage and micro-batch the seed of a backward whose second half is still to come."""
     issued: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
     blocked_in: Collective | None = None
-    inside: list[Forward | Backward] = field(default_factory=list)
-    awaited_writes: dict[int, tuple[Backward, Fraction]] = field(default_factory=dict)
+    inside: list[Computation] = field(default_factory=list)
+    awaited_writes: dict[int, tuple[Computation, Fraction]] = field(default_factory=dict)
     """The gradients of the running backward for buckets that it has yet to allocate."""
     clipped: bool = False
     looked_for_overflow: bool = False

@@ -1,6 +1,6 @@
 """The vocabulary of a step: everything a rank may do between two optimizer steps, as frozen data.
 
-An action with a `during` names the forward or backward inside which it happens as soon as it can. It stands in the
+An action with a `during` names the computation inside which it happens as soon as it can. It stands in the
 list behind that computation, and has happened at the latest there: a bucket that some of its parameters never reach is
 allocated, reduced or gathered where the action stands. What moves gradients (`Reduce...`, `WaitReduce` and what stands
 between them) keeps its order, and so does what moves parameters, whatever the order in which the model fills and uses
@@ -106,6 +106,35 @@ class Backward(Action):
     micro_batch: int
 
 
+@dataclass(frozen=True)
+class BackwardInput(Action):
+    """The first half of a backward: the gradient of the stage's input.
+
+    What the other half needs is kept until then: of every matrix the layer's input and the gradient of its output, of
+    every other weight its gradient.
+    """
+
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class BackwardWeight(Action):
+    """The second half: the gradients of the stage's weights are added to its buckets. No other rank waits for it."""
+
+    stage: int
+    micro_batch: int
+
+
+Computation = Forward | Backward | BackwardInput | BackwardWeight
+"""What an action with a `during` may happen inside."""
+COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
+USING_PARAMETERS = (Forward, Backward, BackwardInput)
+"""The second half of a backward reads activations and gradients only."""
+ADDING_GRADIENTS = (Backward, BackwardWeight)
+"""These add the gradients of their stage and micro-batch to the buckets."""
+
+
 # ---- Point-to-point --------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +180,7 @@ class AllocateGradients(Action):
     """Gives a bucket, or its shard, zeroed storage. One without this action keeps its storage from step to step."""
 
     bucket: int
-    during: Backward | None = None
+    during: Computation | None = None
     part: Part = Part.BUCKET
 
 
@@ -168,13 +197,13 @@ class ReduceGradients(Action):
     group: str
     op: str = "sum"
     kind: str = "all_reduce"
-    during: Backward | None = None
+    during: Computation | None = None
 
 
 @dataclass(frozen=True)
 class WaitReduce(Action):
     bucket: int
-    during: Backward | None = None
+    during: Computation | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +211,7 @@ class AccumulateShard(Action):
     """Adds the owned, reduced part of a bucket to the shard."""
 
     bucket: int
-    during: Backward | None = None
+    during: Computation | None = None
 
 
 @dataclass(frozen=True)
@@ -207,14 +236,14 @@ class ZeroGradients(Action):
     """Clears a bucket's, or a shard's, storage and keeps it."""
 
     bucket: int
-    during: Backward | None = None
+    during: Computation | None = None
     part: Part = Part.BUCKET
 
 
 @dataclass(frozen=True)
 class FreeGradients(Action):
     bucket: int
-    during: Backward | None = None
+    during: Computation | None = None
     part: Part = Part.BUCKET
 
 
@@ -276,13 +305,13 @@ class GatherParameters(Action):
     group: str
     kind: str = "all_gather"
     """`all_gather` of slices, or `broadcast` from the owner."""
-    during: Forward | Backward | None = None
+    during: Computation | None = None
 
 
 @dataclass(frozen=True)
 class WaitGather(Action):
     bucket: int
-    during: Forward | Backward | None = None
+    during: Computation | None = None
 
 
 @dataclass(frozen=True)
@@ -290,8 +319,4 @@ class FreeParameters(Action):
     """Drops all of a bucket's parameters but what this rank owns."""
 
     bucket: int
-    during: Forward | Backward | None = None
-
-
-Compute = (Forward, Backward)
-"""What an action with a `during` may happen inside."""
+    during: Computation | None = None

@@ -11,9 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from syncline.program.actions import (
+    ADDING_GRADIENTS,
+    USING_PARAMETERS,
     Action,
     AllocateGradients,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     ClipGradients,
     CountTokens,
     Forward,
@@ -34,8 +38,8 @@ from syncline.strategy import Ownership
 SCALAR_BYTES = 8
 """Token counts, norms and losses travel as one 8-byte number each."""
 
-BACKWARD_COST = 2.0
-"""A backward's time in forwards: two matrix products for each of the forward's."""
+COSTS: dict[type[Action], float] = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
+"""The time of a computation in forwards: each half of a backward has a matrix product for each of the forward's."""
 
 
 def wire_bytes(kind: str, members: int, payload: int, *, owner: bool = True) -> int:
@@ -126,6 +130,17 @@ def peak_gathered_bytes(program: Program, rank: int) -> int:
     return peak
 
 
+def peak_activations(program: Program, rank: int) -> int:
+    """The most micro-batches whose activations are alive at any moment, each at one of the rank's stages: from its
+    forward to its backward, to the second half of it where there are two.
+    """
+    peak = held = 0
+    for action in program.ranks[rank]:
+        held += isinstance(action, Forward) - isinstance(action, ADDING_GRADIENTS)
+        peak = max(peak, held)
+    return peak
+
+
 def with_peaks(program: Program) -> Program:
     """The program with its peaks of gradient bytes and of gathered parameters written into it."""
     ranks = range(program.topology.world_size)
@@ -145,41 +160,46 @@ def reductions(program: Program) -> Counter[int]:
 
 
 def bubble_fraction(program: Program) -> float:
-    """The share of the step in which a stage waits for another, with unit forwards, `BACKWARD_COST` backwards and free
-    messages.
+    """The share of the step in which ranks wait for one another, as `simulated_time` has it."""
+    pipeline = program.topology.group(0, ("pp",))
+    busy = sum(COSTS.get(type(action), 0.0) for rank in pipeline for action in program.ranks[rank])
+    length = simulated_time(program)
+    return 1.0 - busy / (length * len(pipeline)) if length else 0.0
+
+
+def simulated_time(program: Program) -> float:
+    """How long a pipeline computes and waits in one step, in forwards through one stage; computations take `COSTS`,
+    messages nothing.
     """
     pipeline = program.topology.group(0, ("pp",))
     finish: dict[tuple[str, int, int], float] = {}
     clocks = dict.fromkeys(pipeline, 0.0)
     positions = dict.fromkeys(pipeline, 0)
-    busy = 0.0
     moved = True
     while moved:
         moved = False
         for rank in pipeline:
             actions = program.ranks[rank]
             while positions[rank] < len(actions):
-                arrival = _arrival(actions[positions[rank]], finish)
+                action = actions[positions[rank]]
+                arrival = _arrival(action, finish)
                 if arrival is None:
                     break
-                action = actions[positions[rank]]
-                duration = {Forward: 1.0, Backward: BACKWARD_COST}.get(type(action), 0.0)
-                clocks[rank] = max(clocks[rank], arrival) + duration
-                busy += duration
-                if isinstance(action, (Forward, Backward)):
-                    finish[type(action).__name__, action.stage, action.micro_batch] = clocks[rank]
+                clocks[rank] = max(clocks[rank], arrival) + COSTS.get(type(action), 0.0)
+                if isinstance(action, USING_PARAMETERS):
+                    direction = "activation" if isinstance(action, Forward) else "gradient"
+                    finish[direction, action.stage, action.micro_batch] = clocks[rank]
                 positions[rank] += 1
                 moved = True
-    length = max(clocks.values())
-    return 1.0 - busy / (length * len(pipeline)) if length else 0.0
+    return max(clocks.values())
 
 
 def _arrival(action: Action, finish: dict[tuple[str, int, int], float]) -> float | None:
     """When what a receive waits for is there; None while unknown, 0 for everything that waits for nobody."""
     if isinstance(action, ReceiveActivation):
-        return finish.get(("Forward", action.stage - 1, action.micro_batch))
+        return finish.get(("activation", action.stage - 1, action.micro_batch))
     if isinstance(action, ReceiveGradient):
-        return finish.get(("Backward", action.stage + 1, action.micro_batch))
+        return finish.get(("gradient", action.stage + 1, action.micro_batch))
     return 0.0
 
 
@@ -198,6 +218,7 @@ def summary(program: Program) -> dict[str, Any]:
         "gradient_bytes_between_steps_per_rank": [
             gradient_bytes_between_steps(program, rank) for rank in range(program.topology.world_size)
         ],
+        "peak_activations_per_rank": [peak_activations(program, rank) for rank in range(program.topology.world_size)],
         "bubble_fraction": round(bubble_fraction(program), 6),
     }
 

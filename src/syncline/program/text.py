@@ -133,6 +133,7 @@ def summary_lines(program: Program) -> list[str]:
             else []
         ),
         f"gradient bytes between steps   {_compact(figures['gradient_bytes_between_steps_per_rank'])}",
+        f"activations of micro-batches   {_compact(figures['peak_activations_per_rank'])}",
         f"bubble fraction                {figures['bubble_fraction']:.3f}",
     ]
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from syncline.program.abstract_state import Blocked, RankState, Violation
 from syncline.program.actions import (
+    COMPUTATIONS,
     Action,
     ClipGradients,
-    Compute,
     OptimizerStep,
     PointToPoint,
 )
@@ -112,7 +112,7 @@ class _AbstractRun:
                 4, rank.number, action, "it does not stand right behind the computation during which it happens"
             )
         if during is None:
-            rank.inside = [action] if isinstance(action, Compute) else []
+            rank.inside = [action] if isinstance(action, COMPUTATIONS) else []
 
     def _follow_updates(self, rank: RankState, action: Action) -> None:
         """Both kinds of rules have a say in an update: it reads a gradient and writes parameters."""

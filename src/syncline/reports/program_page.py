@@ -11,6 +11,8 @@ from syncline.program.actions import (
     Action,
     AllocateGradients,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     CheckFinite,
     ClipGradients,
     Forward,
@@ -29,7 +31,7 @@ from syncline.program.text import listing, title, to_text
 
 KINDS: dict[str, tuple[type[Action], ...]] = {
     "forward": (Forward,),
-    "backward": (Backward,),
+    "backward": (Backward, BackwardInput, BackwardWeight),
     "message": (PointToPoint,),
     "reduction": (ReduceGradients, WaitReduce, ReduceReplicated),
     "gather": (GatherParameters, WaitGather),

@@ -182,10 +182,27 @@ class GradientBucket:
             return
         assert self.state is Storage.RELEASED
         self._flat = torch.zeros(self.bucket.numel, dtype=self.dtype, device=device)
-        for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
-            parameter.grad = self._flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        self._attach()
         self._memory.grow(self._flat.nbytes)
         self.state = Storage.LIVE
+
+    def set_apart(self) -> None:
+        """Let autograd make new gradients for the parameters instead of adding to the bucket, until `take_apart`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def take_apart(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that got new gradients, and these; from now on gradients are added to the bucket again."""
+        apart = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        self.set_apart()
+        if self._flat is not None:
+            self._attach()
+        return apart
+
+    def _attach(self) -> None:
+        """Every parameter gets its view of the storage as `.grad`."""
+        for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
+            parameter.grad = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
     def accumulate_shard(self) -> None:
         """Add the owned, reduced part to the shard."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from syncline.program.program import Program
 from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
 from syncline.runtime.collectives import Collectives
 from syncline.runtime.exchange import Pending
+from syncline.runtime.products import PutOff, WeightGradients
 from syncline.runtime.triggers import GradientQueue
 
 Handler = Callable[..., None]
@@ -72,18 +75,41 @@ class Gradients:
             ZeroGradients: lambda action: self.buckets[action.bucket].zero(action.part),
             FreeGradients: lambda action: self.buckets[action.bucket].free(action.part),
         }
+        self.of_weights = WeightGradients(self.main_gradient)
         self._queue = GradientQueue(lambda action: self.handlers[type(action)](action))
         for bucket, part in program.kept_storages(rank):
             self.buckets[bucket].allocate(part)
         for bucket in {a.bucket for a in program.ranks[rank] if type(a) in self.handlers and _is_inside(a)}:  # type: ignore[attr-defined]
             self._queue.watch(self.buckets[bucket])
 
-    def begin_backward(self, inside: Sequence[Action]) -> None:
-        """`inside` holds the actions that happen during the backward, those of other kinds included."""
-        self._queue.arm([action for action in inside if type(action) in self.handlers], self.buckets)
-
-    def end_backward(self) -> None:
+    @contextmanager
+    def added_by(self, inside: Sequence[Action]) -> Iterator[None]:
+        """Around a backward; `inside` holds the actions that happen during it, those of other kinds included."""
+        self._queue.arm(self._own(inside), {id: len(bucket.parameters) for id, bucket in self.buckets.items()})
+        yield
         self._queue.finish()
+
+    @contextmanager
+    def put_off_by(self, stage: int) -> Iterator[PutOff]:
+        """Around the first half of a backward of `stage`: nothing is added to buckets, all of it is in the list."""
+        buckets = [bucket for bucket in self.buckets.values() if bucket.bucket.stage == stage]
+        for bucket in buckets:
+            bucket.set_apart()
+        with self.of_weights.putting_off() as put_off:
+            yield put_off
+        for bucket in buckets:
+            put_off += [(parameter, partial(_add, gradient)) for parameter, gradient in bucket.take_apart()]
+
+    def add(self, put_off: PutOff, inside: Sequence[Action]) -> None:
+        """Add what the first half of a backward has put off; `inside` as above."""
+        self._queue.arm(self._own(inside), Counter(self._bucket_of[id(weight)] for weight, _ in put_off))
+        for weight, add in put_off:
+            add(self.main_gradient(weight))
+            self._queue.count(self._bucket_of[id(weight)])
+        self._queue.finish()
+
+    def _own(self, inside: Sequence[Action]) -> list[Action]:
+        return [action for action in inside if type(action) in self.handlers]
 
     def main_gradient(self, parameter: Tensor) -> Tensor:
         """Where the parameter's gradient accumulates; a gradient is about to be added."""
@@ -116,6 +142,10 @@ class Gradients:
     def _sum_copies(self, action: ReduceReplicated) -> None:
         gradient = self.buckets[action.bucket].consumed
         self._collectives.sum(gradient, action.group, f"the other copies of {action.what}")
+
+
+def _add(gradient: Tensor, main: Tensor) -> None:
+    main.add_(gradient)
 
 
 def _is_inside(action: Action) -> bool:

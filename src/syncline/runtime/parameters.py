@@ -8,7 +8,7 @@ from typing import Any
 
 from syncline.modeling.stage import Stage
 from syncline.modeling.use import ParameterUse, storage_of
-from syncline.program.actions import Action, Backward, FreeParameters, GatherParameters, WaitGather
+from syncline.program.actions import Action, Backward, BackwardInput, FreeParameters, GatherParameters, WaitGather
 from syncline.program.program import Program
 from syncline.runtime.buckets import GradientMemory, ParameterBucket, Presence
 from syncline.runtime.collectives import Collectives
@@ -51,7 +51,7 @@ class Parameters:
             FreeParameters: self._free,
         }
         self._queue = ParameterQueue(lambda action: self.handlers[type(action)](action))
-        in_backward = any(isinstance(getattr(action, "during", None), Backward) for action in actions)
+        in_backward = any(isinstance(getattr(action, "during", None), (Backward, BackwardInput)) for action in actions)
         bucket_of = {storage_of(bucket.flat): key for key, bucket in self.buckets.items()}
         self._noticing_uses: AbstractContextManager[Any] = (
             ParameterUse(stages.values(), bucket_of, self._use, in_backward=in_backward) if actions else nullcontext()

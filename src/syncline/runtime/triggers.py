@@ -7,7 +7,7 @@ no gradient, or are not used, on some ranks; what no event has come for happens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from weakref import ref
@@ -60,8 +60,8 @@ class GradientQueue:
         for parameter in bucket.parameters:
             self._watch_parameter(parameter, bucket)
 
-    def arm(self, actions: Sequence[Action], buckets: dict[int, GradientBucket]) -> None:
-        """Before a backward: what may happen inside it, in program order."""
+    def arm(self, actions: Sequence[Action], gradients: Mapping[int, int]) -> None:
+        """Before a backward: what may happen inside it, in program order; and by bucket how many gradients come."""
         assert not self._queue
         self._missing = {}
         for action in actions:
@@ -71,7 +71,7 @@ class GradientQueue:
             if isinstance(action, AllocateGradients) and action.part is Part.BUCKET:
                 event = Event.FIRST_GRADIENT
             elif isinstance(action, ReduceGradients) and bucket not in self._missing:
-                self._missing[bucket] = len(buckets[bucket].parameters)
+                self._missing[bucket] = gradients.get(bucket, 0)
                 event = Event.LAST_GRADIENT
             self._queue.append(_Queued(action, event, bucket))
 
@@ -101,12 +101,12 @@ class GradientQueue:
 
         def after_accumulation(parameter: nn.Parameter) -> None:
             if (found := queue()) is not None:
-                found._count(id)
+                found.count(id)
 
         parameter.register_hook(before_accumulation)
         parameter.register_post_accumulate_grad_hook(after_accumulation)
 
-    def _count(self, bucket: int) -> None:
+    def count(self, bucket: int) -> None:
         """One more gradient of the bucket has been added."""
         if bucket in self._missing:
             self._missing[bucket] -= 1

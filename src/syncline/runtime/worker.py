@@ -18,6 +18,8 @@ from syncline.program.actions import (
     AccumulateShard,
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     CheckFinite,
     ClipGradients,
     CountTokens,
@@ -45,7 +47,7 @@ from syncline.runtime.gradients import Gradients
 from syncline.runtime.loss_scale import LossScale
 from syncline.runtime.optimizer import BucketOptimizer, UpdateRule
 from syncline.runtime.parameters import Parameters
-from syncline.runtime.products import accumulate_in_products
+from syncline.runtime.products import PutOff, accumulate_in_products
 from syncline.runtime.readback import Readback
 from syncline.runtime.transport import Transport
 
@@ -123,6 +125,8 @@ class _StepState:
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    put_off: dict[tuple[int, int], PutOff] = field(default_factory=dict)
+    """What the first halves of backwards have left to the second ones."""
     seeds: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     inside: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
@@ -176,13 +180,16 @@ class Worker:
         self._checks_overflow = any(isinstance(action, CheckFinite) for action in program.ranks[rank])
         self._undecided: StepResult | None = None
         self._inside = _actions_inside(program.ranks[rank])
+        halves = any(isinstance(action, BackwardInput) for action in program.ranks[rank])
         for stage in stages.values():
-            accumulate_in_products(stage, self.gradients.main_gradient, gradient_dtype)
+            accumulate_in_products(stage, self.gradients.of_weights, gradient_dtype, every_dtype=halves)
         self._handlers: dict[type[Action], Callable[..., None]] = {
             CountTokens: self._count_tokens,
             Forward: self._forward,
             ScaleLoss: self._scale_loss,
             Backward: self._backward,
+            BackwardInput: self._backward_input,
+            BackwardWeight: self._backward_weight,
             SendActivation: self._send_activation,
             ReceiveActivation: self._receive_activation,
             SendGradient: self._send_gradient,
@@ -322,7 +329,7 @@ class Worker:
     def _scale_loss(self, action: ScaleLoss) -> None:
         self._state.seeds[action.micro_batch] = self._value(action.scale, action.micro_batch)
 
-    def _backward(self, action: Backward) -> None:
+    def _backward(self, action: Backward | BackwardInput) -> None:
         key = (action.stage, action.micro_batch)
         output = self._state.outputs.pop(key)
         if self.stages[action.stage].is_last:
@@ -330,15 +337,22 @@ class Worker:
         else:
             gradient = self._state.output_gradients.pop(key)
         inside = self._state.inside.get(action, ())
-        self.gradients.begin_backward(inside)
-        with self.parameters.used_by(inside):
+        with self.gradients.added_by(inside), self.parameters.used_by(inside):
             if output.requires_grad:  # Not when all that precedes it is frozen.
                 run_backward(output, gradient)
-        self.gradients.end_backward()
         received = self._state.inputs.pop(key, None)
         if received is not None:
             assert received.grad is not None, f"stage {action.stage} does not use what it receives"
             self._state.input_gradients[key] = received.grad
+
+    def _backward_input(self, action: BackwardInput) -> None:
+        with self.gradients.put_off_by(action.stage) as put_off:
+            self._backward(action)
+        self._state.put_off[action.stage, action.micro_batch] = put_off
+
+    def _backward_weight(self, action: BackwardWeight) -> None:
+        put_off = self._state.put_off.pop((action.stage, action.micro_batch))
+        self.gradients.add(put_off, self._state.inside.get(action, ()))
 
     # ---- Messages ----------------------------------------------------------------------------------------------------
 

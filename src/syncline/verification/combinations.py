@@ -85,6 +85,8 @@ SIDE_AXES: Mapping[str, Mapping[str, Keys]] = {
         "1F1B": {},
         "FThenB": {"pipeline_schedule_mode": "FThenB"},
         "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
+        "ZBH1": {"pipeline_schedule_mode": "ZBH1"},
+        "ZBH1, two stages a rank": {"pipeline_schedule_mode": "ZBH1", "virtual_pp_degree": 2},
         "FThenB, two stages a rank": {"pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 2},
     },
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},

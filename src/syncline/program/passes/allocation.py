@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.program.actions import (
+    ADDING_GRADIENTS,
     AccumulateShard,
     Action,
     AllocateGradients,
-    Backward,
     FreeGradients,
     Part,
     bucket_of,
@@ -32,7 +32,7 @@ def allocate_where_written(program: Program) -> Program:
             changed.append(action)
             if isinstance(action, FreeGradients):
                 absent.add((action.bucket, action.part))
-            if isinstance(action, Backward):
+            if isinstance(action, ADDING_GRADIENTS):
                 awaited = [
                     AllocateGradients(bucket.id, action)
                     for bucket in sorted(program.layout.of_stage(action.stage), key=lambda b: b.opens, reverse=True)

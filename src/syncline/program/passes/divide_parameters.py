@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.program.actions import (
+    USING_PARAMETERS,
     Action,
-    Backward,
-    Compute,
+    Computation,
     Forward,
     FreeParameters,
     GatherParameters,
@@ -27,7 +27,7 @@ def gather_around_use(program: Program) -> Program:
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
         kept = [action for action in actions if not isinstance(action, (GatherParameters, WaitGather))]
-        computations = [action for action in kept if isinstance(action, Compute)]
+        computations = [action for action in kept if isinstance(action, USING_PARAMETERS)]
         orders = [_in_order_of_use(computation, program) for computation in computations]
         changed: list[Action] = [GatherParameters(orders[0][0].id, GROUP)]
         whole: set[int] = set()
@@ -38,7 +38,7 @@ def gather_around_use(program: Program) -> Program:
                 changed += behind
                 behind = []
             changed.append(action)
-            if isinstance(action, Compute):
+            if isinstance(action, USING_PARAMETERS):
                 following = begins.pop(0) if begins else None
                 order = orders.pop(0)
                 inside, in_use = _inside(action, order, whole)
@@ -52,9 +52,7 @@ def gather_around_use(program: Program) -> Program:
     return program.map_ranks(change)
 
 
-def _inside(
-    computation: Forward | Backward, order: Sequence[Bucket], whole: set[int]
-) -> tuple[list[Action], list[Bucket]]:
+def _inside(computation: Computation, order: Sequence[Bucket], whole: set[int]) -> tuple[list[Action], list[Bucket]]:
     """What happens inside `computation`, and the buckets that are in use at its end. `whole` holds those that need not
     be waited for.
     """
@@ -71,13 +69,13 @@ def _inside(
     return inside, in_use
 
 
-def _in_order_of_use(computation: Forward | Backward, program: Program) -> list[Bucket]:
+def _in_order_of_use(computation: Computation, program: Program) -> list[Bucket]:
     buckets = program.layout.all_of_stage(computation.stage)
     return sorted(buckets, key=lambda bucket: (_interval(computation, bucket), -bucket.id))
 
 
-def _interval(computation: Forward | Backward, bucket: Bucket) -> tuple[int, int]:
+def _interval(computation: Computation, bucket: Bucket) -> tuple[int, int]:
     """From when to when `computation` uses the bucket; a backward uses them the other way round."""
-    if isinstance(computation, Backward):
-        return -bucket.last_use, -bucket.first_use
-    return bucket.first_use, bucket.last_use
+    if isinstance(computation, Forward):
+        return bucket.first_use, bucket.last_use
+    return -bucket.last_use, -bucket.first_use

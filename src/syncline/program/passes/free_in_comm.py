@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.program.actions import Action, Backward, FreeGradients, Part, ZeroGradients, happening_during
+from syncline.program.actions import (
+    ADDING_GRADIENTS,
+    Action,
+    Computation,
+    FreeGradients,
+    Part,
+    ZeroGradients,
+    happening_during,
+)
 from syncline.program.passes.positions import clipping
 from syncline.program.passes.sync_moment import SYNCHRONISATION
 from syncline.program.program import Program
@@ -34,9 +42,9 @@ def reduce_inside(program: Program) -> Program:
 
     def change(rank: int, actions: Sequence[Action]) -> list[Action]:
         changed: list[Action] = []
-        backward: Backward | None = None
+        backward: Computation | None = None
         for action in actions:
-            if isinstance(action, Backward):
+            if isinstance(action, ADDING_GRADIENTS):
                 backward = action
             elif not isinstance(action, (*SYNCHRONISATION, FreeGradients)):
                 backward = None

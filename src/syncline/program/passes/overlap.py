@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 from syncline.program.actions import (
+    ADDING_GRADIENTS,
     Action,
     AllocateGradients,
-    Backward,
     ClipGradients,
+    Computation,
     FreeGradients,
     OptimizerStep,
     Part,
@@ -39,20 +40,20 @@ def overlap_reductions(program: Program) -> Program:
 
 def _start_inside(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
     followers: list[Action] = []
-    backward: Backward | None = None
+    backward: Computation | None = None
     for action in actions:
         if backward is not None and isinstance(action, FOLLOWERS):
             followers.append(action)
             continue
         if backward is not None:
             yield from _interleave(program, followers, backward)
-        followers, backward = [], action if isinstance(action, Backward) else None
+        followers, backward = [], action if isinstance(action, ADDING_GRADIENTS) else None
         yield action
     if backward is not None:
         yield from _interleave(program, followers, backward)
 
 
-def _interleave(program: Program, followers: Sequence[Action], backward: Backward) -> Iterator[Action]:
+def _interleave(program: Program, followers: Sequence[Action], backward: Computation) -> Iterator[Action]:
     """allocate 0, reduce 0, allocate 1, the rest of 0 that belongs inside, reduce 1, ...; then what may wait."""
     awaited = [action for action in followers if _allocates_bucket(action)]
     rest = [action for action in followers if not _allocates_bucket(action)]
@@ -101,7 +102,7 @@ def _sink_waits(program: Program, actions: Sequence[Action]) -> list[Action]:
 
 
 def _touches(action: Action, bucket: Bucket) -> bool:
-    if isinstance(action, Backward):
+    if isinstance(action, ADDING_GRADIENTS):
         return action.stage == bucket.stage
     if isinstance(action, ClipGradients):
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.program.actions import Action, Backward, ClipGradients, bucket_of
+from syncline.program.actions import ADDING_GRADIENTS, Action, ClipGradients, bucket_of
 from syncline.program.program import Program
 
 
@@ -12,7 +12,7 @@ def final(program: Program, actions: Sequence[Action]) -> list[bool]:
     """For each action whether it is about a bucket and stands behind the last backward of the bucket's stage: nothing
     is added to the bucket any more.
     """
-    last = {action.stage: index for index, action in enumerate(actions) if isinstance(action, Backward)}
+    last = {action.stage: index for index, action in enumerate(actions) if isinstance(action, ADDING_GRADIENTS)}
     buckets = [bucket_of(action) for action in actions]
     return [bucket is not None and index > last[program.bucket(bucket).stage] for index, bucket in enumerate(buckets)]
 

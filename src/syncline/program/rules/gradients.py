@@ -11,9 +11,9 @@ from syncline.program.actions import (
     AccumulateShard,
     Action,
     AllocateGradients,
-    Backward,
     CheckFinite,
     ClipGradients,
+    Computation,
     FreeGradients,
     OptimizerStep,
     Part,
@@ -99,7 +99,7 @@ class GradientRules:
                 6, f"{rank.peak_bytes} bytes of gradients are alive at once, {declared[rank.number]} were declared"
             )
 
-    def write(self, rank: RankState, backward: Backward, seed: Fraction) -> None:
+    def write(self, rank: RankState, backward: Computation, seed: Fraction) -> None:
         """A backward adds its gradients to every bucket of its stage; to one that is allocated during it, as soon as
         that is done.
         """
@@ -110,14 +110,14 @@ class GradientRules:
             else:
                 self._write(rank, backward, bucket.id, seed)
 
-    def _allocations_during(self, rank: RankState, backward: Backward) -> Iterator[AllocateGradients]:
+    def _allocations_during(self, rank: RankState, backward: Computation) -> Iterator[AllocateGradients]:
         for action in islice(self._program.ranks[rank.number], rank.position + 1, None):
             if getattr(action, "during", None) is None:
                 return
             if isinstance(action, AllocateGradients) and action.part is Part.BUCKET and action.during == backward:
                 yield action
 
-    def _write(self, rank: RankState, backward: Backward, id: int, seed: Fraction) -> None:
+    def _write(self, rank: RankState, backward: Computation, id: int, seed: Fraction) -> None:
         bucket = self._usable(rank, backward, id)
         if bucket.consumed:
             raise Violation(3, rank.number, backward, f"bucket {id} was already used by the optimizer")

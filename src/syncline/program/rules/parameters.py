@@ -8,8 +8,7 @@ from itertools import islice
 from syncline.program.abstract_state import Parameters, RankState, Violation
 from syncline.program.actions import (
     Action,
-    Backward,
-    Forward,
+    Computation,
     FreeParameters,
     GatherParameters,
     OptimizerStep,
@@ -49,7 +48,7 @@ class ParameterRules:
             what = f"{rank.peak_gathered_bytes} bytes of gathered parameters, {declared[rank.number]} were declared"
             raise Violation(6, rank.number, None, what)
 
-    def use(self, rank: RankState, computation: Forward | Backward) -> None:
+    def use(self, rank: RankState, computation: Computation) -> None:
         """A computation uses every bucket of its stage: now, or once the bucket has been waited for during it."""
         awaited = {action.bucket for action in self._inside(rank) if isinstance(action, WaitGather)}
         for bucket in self._program.layout.all_of_stage(computation.stage):

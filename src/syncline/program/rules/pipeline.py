@@ -9,6 +9,8 @@ from syncline.program.abstract_state import Blocked, RankState, Violation
 from syncline.program.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     PointToPoint,
     ReceiveActivation,
@@ -38,6 +40,8 @@ class PipelineRules:
             Forward: self._forward,
             ScaleLoss: self._scale_loss,
             Backward: self._backward,
+            BackwardInput: self._backward,
+            BackwardWeight: self._backward_weight,
             SendActivation: self._send,
             SendGradient: self._send,
             ReceiveActivation: self._receive,
@@ -53,6 +57,9 @@ class PipelineRules:
             if self._world.updates:
                 what = f"the activations of stage {stage}, micro-batch {micro_batch} are never used"
                 raise Violation(3, rank.number, None, what)
+        for stage, micro_batch in sorted(rank.awaited_halves):
+            what = f"the weight gradients of stage {stage}, micro-batch {micro_batch} are never computed"
+            raise Violation(2, rank.number, None, what)
 
     def _forward(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, Forward)
@@ -70,7 +77,8 @@ class PipelineRules:
         rank.seeds[action.micro_batch] = seed * self._world.value(action.scale)
 
     def _backward(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, Backward)
+        """A whole backward, or its first half."""
+        assert isinstance(action, (Backward, BackwardInput))
         key = (action.stage, action.micro_batch)
         if key not in rank.forwards:
             raise Violation(3, rank.number, action, "it comes before its forward")
@@ -84,6 +92,18 @@ class PipelineRules:
             raise Violation(2, rank.number, action, "the same gradient is added twice")
         self._parameters.use(rank, action)
         rank.backwards.add(key)
+        if isinstance(action, BackwardInput):
+            rank.awaited_halves[key] = seed
+        else:
+            self._gradients.write(rank, action, seed)
+
+    def _backward_weight(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, BackwardWeight)
+        seed = rank.awaited_halves.pop((action.stage, action.micro_batch), None)
+        if seed is None:
+            done = (action.stage, action.micro_batch) in rank.backwards
+            what = "the same gradient is added twice" if done else "it comes before the first half of its backward"
+            raise Violation(2 if done else 3, rank.number, action, what)
         self._gradients.write(rank, action, seed)
 
     def _send(self, rank: RankState, action: Action) -> None:

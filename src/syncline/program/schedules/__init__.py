@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from syncline.placement import Placement
-from syncline.program.actions import Backward, Forward
-from syncline.program.schedules.alternating import forward_then_backward, one_forward_one_backward
+from syncline.program.actions import Computation
+from syncline.program.schedules.alternating import forward_then_backward, one_forward_one_backward, zero_bubble
 
-Schedule = Callable[[Placement, int, int], Iterable[Forward | Backward]]
+Schedule = Callable[[Placement, int, int], Iterable[Computation]]
 """(placement, position, micro_batches) -> the computations of the rank at that position, in order."""
 
 SCHEDULES: dict[str, Schedule] = {
     "1F1B": one_forward_one_backward,
     "VPP": one_forward_one_backward,
     "FThenB": forward_then_backward,
+    "ZBH1": zero_bubble,
 }
 """1F1B with several stages at a position is VPP, the interleaved schedule, under either name."""

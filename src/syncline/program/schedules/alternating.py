@@ -9,34 +9,59 @@ With p positions, v stages at each, forward and backward times F and B of a whol
 
     (p - 1 + (v - 1) * max(0, p - k)) / v * (F + B)
 
-of a step that computes for k * (F + B). It holds the activations of at most `limit` micro-batches at one stage each.
+of a step that computes for k * (F + B). It holds the activations of at most `live_limit` micro-batches, each at one of
+its stages.
+
+A backward can be halved: I, the gradient of the stage's input, for which the rank before waits, and W, those of its
+weights, for which nobody does. Then W fills the time in which a rank would wait. Every position may hold as much as the
+first one holds anyway, and puts off so many W. With v = 1, k >= p and W <= I a rank idles for (p - 1) * (F + I - W);
+with more stages at a position for the v-th part of that, or somewhat more.
 
 Sources: for v = 1, PipeDream-Flush, Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021), section
 2.2. For v > 1, the interleaved schedule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (2021), section 2.2, which has groups of p and asks for a k that p divides. For all forwards
 first, GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019),
-section 2.3.
+section 2.3. For halved backwards, ZB-H1, Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
 from syncline.placement import Placement
-from syncline.program.actions import Backward, Forward
+from syncline.program.actions import Backward, BackwardInput, BackwardWeight, Computation, Forward
 
 
-def one_forward_one_backward(placement: Placement, position: int, micro_batches: int) -> Iterator[Forward | Backward]:
+def one_forward_one_backward(placement: Placement, position: int, micro_batches: int) -> Iterator[Computation]:
     """As few activations as keep every rank busy."""
     yield from _alternate(placement, position, micro_batches, live_limit(placement, position, micro_batches))
 
 
-def forward_then_backward(placement: Placement, position: int, micro_batches: int) -> Iterator[Forward | Backward]:
+def forward_then_backward(placement: Placement, position: int, micro_batches: int) -> Iterator[Computation]:
     """All forwards, then all backwards: the activations of every micro-batch are held at once."""
     # Nobody waits for the forwards of a lone rank: holding all activations would buy nothing.
     limit = placement.per_position * (micro_batches if placement.positions > 1 else 1)
     yield from _alternate(placement, position, micro_batches, limit)
+
+
+def zero_bubble(placement: Placement, position: int, micro_batches: int) -> Iterator[Computation]:
+    """As `one_forward_one_backward`, with halved backwards."""
+    limit, most = (live_limit(placement, each, micro_batches) for each in (position, 0))
+    order = _alternate(placement, position, micro_batches, limit)
+    forwards_left = placement.per_position * micro_batches
+    put_off: deque[BackwardWeight] = deque()
+    for action in order:
+        if isinstance(action, Forward):
+            forwards_left -= 1
+            yield action
+            continue
+        yield BackwardInput(action.stage, action.micro_batch)
+        put_off.append(BackwardWeight(action.stage, action.micro_batch))
+        if len(put_off) > most - limit or not forwards_left:
+            yield put_off.popleft()
+    yield from put_off
 
 
 def forwards(placement: Placement, position: int, micro_batches: int) -> Iterator[Forward]:

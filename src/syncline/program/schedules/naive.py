@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from syncline.placement import Placement
 from syncline.program.actions import (
+    ADDING_GRADIENTS,
     Action,
-    Backward,
+    BackwardWeight,
     ClipGradients,
     CountTokens,
     Forward,
@@ -52,7 +53,7 @@ def naive_program(
         actions: list[Action] = [CountTokens(replica_group(topology))]
         for action in _pipeline(topology, placement, rank, micro_batches, schedule):
             actions.append(action)
-            if isinstance(action, Backward):
+            if isinstance(action, ADDING_GRADIENTS):
                 actions += _mean_over_replicas(topology, layout.of_stage(action.stage))
         actions.append(ClipGradients(tuple(bucket.id for bucket in buckets if bucket.counts_in_norm), "pp"))
         for bucket in buckets:
@@ -106,6 +107,8 @@ def _pipeline(
             yield action
             if after is not None:
                 yield SendActivation(stage, index, after)
+        elif isinstance(action, BackwardWeight):
+            yield action
         else:
             if after is not None:
                 yield ReceiveGradient(stage, index, after)

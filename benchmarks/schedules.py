@@ -1,0 +1,248 @@
+"""Pipeline schedules on 4 local ranks beside what the simulation says of them; computations sleep.
+
+python benchmarks/schedules.py [--repetitions N] [--json] [--write docs/benchmarks.md]
+
+A stage's forward, and each half of its backward, sleeps for its share of a rank's time, so that cores do not matter and
+the order of work does. Everything else is what a training step does: the program, the messages, the gradients, the
+update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ranks import ask_ranks, is_rank, serve_rank
+from reporting import LEAST_REPETITIONS, Spread, describe_machine, milliseconds, pair_ratios, table, write_section
+from reporting import repetitions as repetitions_option
+from syncline.modeling.batch import MicroBatch
+from syncline.modeling.stage import Stage
+from syncline.program.build import build_program
+from syncline.program.costs import simulated_time
+from syncline.program.layout import ParameterSpec, lay_out
+from syncline.program.program import Program
+from syncline.program.verify import verify
+from syncline.runtime.collectives import Collectives
+from syncline.runtime.optimizer import UpdateRule
+from syncline.runtime.products import Take
+from syncline.runtime.transport import Transport
+from syncline.runtime.worker import Worker
+from syncline.strategy import ShapeExchange, Strategy
+from syncline.topology import Topology
+
+POSITIONS = 4
+MICRO_BATCHES = 8
+COMPUTATION = 0.030
+"""Seconds of a forward through all layers of a rank, and of each half of a backward."""
+WARM_UP_STEPS = 1
+TIMEOUT = timedelta(seconds=60)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A schedule with so many stages on each rank."""
+
+    schedule: str
+    stages: int = 1
+
+    @property
+    def title(self) -> str:
+        return self.schedule if self.stages == 1 else f"{self.schedule}, {self.stages} stages a rank"
+
+    def program(self) -> Program:
+        strategy = Strategy(
+            topology=Topology(pp=POSITIONS),
+            schedule=self.schedule,
+            virtual_stages=self.stages,
+            micro_batches=MICRO_BATCHES,
+        )
+        specs = [ParameterSpec(f"stages.{index}", (1,), index) for index in range(strategy.placement.stages)]
+        program = build_program(strategy, lay_out(specs, bucket_bytes=1, gradient_itemsize=4), activation_bytes=4)
+        verify(program)
+        return program
+
+    def predicted(self) -> float:
+        """Seconds of a step."""
+        return simulated_time(self.program()) * COMPUTATION / self.stages
+
+
+FORMS = (Form("1F1B"), Form("FThenB"), Form("VPP", 2), Form("VPP", 3), Form("ZBH1"), Form("ZBH1", 2))
+REFERENCE = FORMS[0]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, seconds: float, take: Take) -> Tensor:
+        ctx.seconds, ctx.take = seconds, take
+        time.sleep(seconds)
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        ctx.take(partial(_sleep_and_add, ctx.seconds))
+        return gradient, None, None, None
+
+
+def _sleep_and_add(seconds: float, main: Tensor) -> None:
+    time.sleep(seconds)
+    main.add_(1)
+
+
+class SleepingStage(Stage):
+    """Hands on what it receives."""
+
+    def __init__(self, index: int, stages: int, seconds: float) -> None:
+        nn.Module.__init__(self)
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.take: Take | None = None
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return {f"stages.{self.index}": self.weight}
+
+    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        assert self.take is not None
+        output = _Sleep.apply(torch.zeros(1) if hidden is None else hidden, self.weight, self.seconds, self.take)
+        return output.sum() if self.is_last else output
+
+
+def start_worker(form: Form, rank: int) -> Worker:
+    program = form.program()
+    stages = {
+        index: SleepingStage(index, program.placement.stages, COMPUTATION / form.stages)
+        for index in program.stages(rank)
+    }
+    collectives = Collectives([program], rank, torch.float32, TIMEOUT)
+    worker = Worker(
+        rank,
+        stages,
+        program,
+        collectives,
+        Transport([program], ShapeExchange.ONCE, CPU, collectives.traffic, TIMEOUT),
+        gradient_dtype=torch.float32,
+        rules=[UpdateRule("sgd")],
+        max_gradient_norm=0.0,
+        device=CPU,
+    )
+    for stage in stages.values():
+        stage.take = partial(worker.gradients.of_weights.take, stage.weight)
+    return worker
+
+
+def work(request: Mapping[str, Any], rank: int) -> list[list[float]]:
+    """The seconds of every step of every form, in turns, each on the slowest rank."""
+    workers = [start_worker(form, rank) for form in FORMS]
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    batch = [MicroBatch(token, token, token)] * MICRO_BATCHES
+    order = random.Random(0)
+    seconds: list[list[float]] = [[] for _ in FORMS]
+    for turn in range(WARM_UP_STEPS + request["repetitions"]):
+        for index in order.sample(range(len(FORMS)), len(FORMS)):
+            dist.barrier()
+            began = time.perf_counter()
+            workers[index].step(batch, 0.0)
+            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn >= WARM_UP_STEPS:
+                seconds[index].append(float(took))
+    return seconds
+
+
+def rows(seconds: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """A row for every form, as plain JSON."""
+    reference = seconds[FORMS.index(REFERENCE)]
+    return [
+        {
+            "schedule": form.schedule,
+            "virtual_stages": form.stages,
+            "predicted_seconds": form.predicted(),
+            "step_seconds": median(each),
+            "predicted_ratio": form.predicted() / REFERENCE.predicted(),
+            "ratio": median(pair_ratios(each, reference)),
+            "seconds": list(each),
+        }
+        for form, each in zip(FORMS, seconds, strict=True)
+    ]
+
+
+def report(measured: Sequence[Mapping[str, Any]]) -> str:
+    reference = next(iter(measured))["seconds"]
+    lines = []
+    for form, row in zip(FORMS, measured, strict=True):
+        ratio = Spread.of(pair_ratios(row["seconds"], reference))
+        lines.append(
+            (
+                form.title,
+                milliseconds(row["predicted_seconds"]),
+                milliseconds(row["step_seconds"]),
+                f"{row['step_seconds'] / row['predicted_seconds']:.3f}",
+                f"{row['predicted_ratio']:.3f}",
+                f"{ratio.median:.3f} ({ratio.lower:.3f}–{ratio.upper:.3f})",
+            )
+        )
+    head = (
+        "schedule",
+        "simulated, ms",
+        "measured, ms",
+        "measured / simulated",
+        "to 1F1B, simulated",
+        "to 1F1B, measured",
+    )
+    return "\n".join(
+        [
+            "## Schedules",
+            "",
+            f"{describe_machine()}; {len(reference)} repetitions.",
+            "",
+            f"{POSITIONS} Gloo ranks in one pipeline, {MICRO_BATCHES} micro-batches. A forward through the layers of a "
+            f"rank, and each half of a backward, sleeps {milliseconds(COMPUTATION)} ms; all else is a training step's. All "
+            "schedules live in the same processes and take turns, in an order drawn anew for each repetition.",
+            "",
+            *table(head, lines),
+        ]
+    )
+
+
+def main(words: list[str]) -> int:
+    options = _options(words)
+    measured = rows(ask_ranks(__file__, {"repetitions": options.repetitions}, POSITIONS))
+    print(json.dumps(measured, indent=1) if options.json else report(measured))
+    if options.write:
+        write_section(options.write, "schedules", report(measured))
+    return 0
+
+
+def _options(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--repetitions",
+        type=repetitions_option,
+        default=10,
+        metavar="N",
+        help=f"how often each schedule takes its turn, at least {LEAST_REPETITIONS} (default 10)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the section into this page")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(serve_rank(work) if is_rank() else main(sys.argv[1:]))
