@@ -213,8 +213,8 @@ def report(measured: Sequence[Mapping[str, Any]]) -> str:
             f"{describe_machine()}; {len(reference)} repetitions.",
             "",
             f"{POSITIONS} Gloo ranks in one pipeline, {MICRO_BATCHES} micro-batches. A forward through the layers of a "
-            f"rank, and each half of a backward, sleeps {milliseconds(COMPUTATION)} ms; all else is a training step's. All "
-            "schedules live in the same processes and take turns, in an order drawn anew for each repetition.",
+            f"rank, and each half of a backward, sleeps {milliseconds(COMPUTATION)} ms; all else is a training step's. "
+            "All schedules live in the same processes and take turns, in an order drawn anew for each repetition.",
             "",
             *table(head, lines),
         ]

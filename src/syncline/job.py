@@ -63,7 +63,7 @@ def describe_job(
     meta_model = build_meta_model(config, arguments.attn_implementation)
     if change_model is not None:
         change_model(meta_model)
-    split = plan_split(meta_model, strategy.placement.stages)
+    split = plan_split(meta_model, strategy.placement.stages, arguments.pp_seg_method)
     uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
     rules = update_rules(meta_model, arguments)
     strategy = replace(strategy, warnings=(*strategy.warnings, *rules.warnings))

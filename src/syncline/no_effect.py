@@ -81,6 +81,7 @@ NO_EFFECT = (
         "ranks lie along one axis only, so there is one order",
     ),
     NoEffect("pipeline_schedule_mode", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect("pp_seg_method", _one_stage, "one stage has all layers"),
     NoEffect("virtual_pp_degree", _one_stage, "pipeline_parallel_degree is 1, and one rank has nobody to wait for"),
     NoEffect(
         "pipeline_schedule_mode",

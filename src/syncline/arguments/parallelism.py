@@ -9,6 +9,7 @@ from typing import Any
 
 from syncline.arguments.nearest import nearest
 from syncline.arguments.option import option
+from syncline.arguments.segmentation import UNIFORM, parse_segmentation
 from syncline.errors import UserError
 
 _option = partial(option, "Parallelism")
@@ -87,6 +88,15 @@ class ParallelismArguments:
         "up to twice the activations.",
         minimum=1,
         unset=-1,
+    )
+    pp_seg_method: tuple[str, ...] = _option(
+        (UNIFORM,),
+        "How layers are divided among stages: `uniform` by the cost of their matrices, the head's on the last stage "
+        "included; `layer:PATTERN` by the number of those whose class the regular expression finds; or a number of "
+        "layers for each stage, as `8,8,8,6`.",
+        effect="which parameters are on which stage",
+        cost="All ranks wait for the slowest stage.",
+        parse=parse_segmentation,
     )
     pipeline_schedule_mode: str = _option(
         "1F1B",

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from syncline.arguments.segmentation import UNIFORM, Segmentation
 from syncline.errors import UserError
+from syncline.modeling.assignment import assign_layers
 from syncline.modeling.freezing import frozen_parameters
 from syncline.modeling.order import Uses, block_of, uses_by_registration
 from syncline.modeling.passthrough import Injector, PassThrough
@@ -48,11 +50,11 @@ class SplitPlan:
         return None
 
 
-def plan_split(model: PreTrainedModel, stages: int) -> SplitPlan:
-    """The plan for cutting `model` into `stages`; any model will do for one stage.
+def plan_split(model: PreTrainedModel, stages: int, segmentation: Segmentation = (UNIFORM,)) -> SplitPlan:
+    """The plan for cutting `model` into `stages`, its layers divided as `segmentation` says; any model will do for one
+    stage.
 
-    Layers are spread evenly; what is left over goes to the middle stages first, then to the first stage, and never to
-    the last, which has the head to compute. Raises `UserError` when the model cannot be cut.
+    Raises `UserError` when the model cannot be cut so.
     """
     assert stages >= 1
     if stages == 1:
@@ -63,13 +65,10 @@ def plan_split(model: PreTrainedModel, stages: int) -> SplitPlan:
         raise _refusal(model, stages, f"its pipeline plan {names} does not name one list of layers")
     position = names.index(lists[0])
     outside = [name for name, child in model.named_children() if child is not model.base_model]
-    plan = SplitPlan(
-        stages,
-        before=tuple(names[:position]),
-        layers=names[position],
-        layer_ranges=_spread(sum(1 for _ in model.get_submodule(names[position]).children()), stages),
-        after=(*names[position + 1 :], *outside),
-    )
+    before, after = tuple(names[:position]), (*names[position + 1 :], *outside)
+    layers = list(model.get_submodule(names[position]).children())
+    outer = ([model.get_submodule(name) for name in part] for part in (before, after))
+    plan = SplitPlan(stages, before, names[position], assign_layers(layers, *outer, stages, segmentation), after)
     _refuse_unowned(model, plan)
     _refuse_shared_layers(model, plan)
     return plan
@@ -156,20 +155,6 @@ def _names_in_plan(model: PreTrainedModel, stages: int) -> list[str]:
     if base is model or base.config.is_encoder_decoder or not base._pp_plan:
         raise _refusal(model, stages, "transformers has no pipeline plan for this model")
     return [f"{model.base_model_prefix}.{name}" for name in base._pp_plan if hasattr(base, name)]
-
-
-def _spread(layers: int, stages: int) -> tuple[range, ...]:
-    if stages > layers:
-        raise UserError(
-            f"{stages} pipeline stages",
-            f"the model has {layers} layers, and every stage needs one",
-            f"Write a pipeline_parallel_degree, times virtual_pp_degree, of {layers} or less",
-        )
-    counts = [layers // stages] * stages
-    for stage in [*range(1, stages - 1), 0][: layers % stages]:
-        counts[stage] += 1
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def _refuse_unowned(model: PreTrainedModel, plan: SplitPlan) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
 from syncline.arguments.parameter_groups import ParameterGroup
+from syncline.arguments.segmentation import UNIFORM
 from syncline.engine import Engine, start_engine
 from syncline.job import Job, describe_job, in_float64
 from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
@@ -93,6 +94,8 @@ def verification_job(arguments: TrainingArguments) -> Job:
         per_device_train_batch_size=ROWS,
         max_seq_length=SEQUENCE,
         model_name_or_path=None,
+        # Numbers of layers are those of the full model.
+        pp_seg_method=(UNIFORM,),
         max_grad_norm=CLIPPED_NORM if arguments.max_grad_norm > 0 else 0.0,
         adam_epsilon=max(arguments.adam_epsilon, EPSILON),
         adafactor_epsilon=max(arguments.adafactor_epsilon, EPSILON),
