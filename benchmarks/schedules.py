@@ -81,7 +81,16 @@ class Form:
         return simulated_time(self.program()) * COMPUTATION / self.stages
 
 
-FORMS = (Form("1F1B"), Form("FThenB"), Form("VPP", 2), Form("VPP", 3), Form("ZBH1"), Form("ZBH1", 2))
+FORMS = (
+    Form("1F1B"),
+    Form("FThenB"),
+    Form("VPP", 2),
+    Form("VPP", 3),
+    Form("ZBH1"),
+    Form("ZBH1", 2),
+    Form("ZBV", 2),
+    Form("DualPipeV", 2),
+)
 REFERENCE = FORMS[0]
 
 

@@ -253,6 +253,17 @@ def test_shards_of_every_micro_batch_add_up_to_the_same_bits(pool, topology):
     assert_bitwise_equal(pool, topology, form("tensors", BY_TENSORS, {"every micro-batch": EVERY, **freed}))
 
 
+@pytest.mark.parametrize("topology", ["pp=2", "pp=2 dp=2", "pp=2 sharding=2"])
+def test_both_ways_down_the_ranks_and_up_again_end_with_the_same_bits(pool, topology):
+    """The embedding and the head that is tied to it are on one rank."""
+    both: Variants = {}
+    for schedule in ("ZBV", "DualPipeV"):
+        for name, variant in {**SOME, "not overlapped": NO_OVERLAP, "timers": TIMERS}.items():
+            both[f"{schedule}, {name}"] = {"pipeline_schedule_mode": schedule, **variant}
+    sharding = BY_SLICES if "sharding" in topology else {}
+    assert_bitwise_equal(pool, topology, both, **sharding, model_config={**LLAMA, "num_hidden_layers": 5})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("keys", [{}, BY_TENSORS, BY_SLICES, STAGE2, STAGE3], ids=str)
 def test_halved_backwards_lose_no_gradient_whatever_is_sharded(pool, keys, dtype):

@@ -362,6 +362,14 @@ class TestPipeline:
         assert [placement.stages_at(position) for position in range(2)] == [(0, 2, 4), (1, 3, 5)]
         assert resolve(virtual_pp_degree=3).placement.stages == 1
 
+    @pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV"])
+    def test_down_the_ranks_and_up_again(self, schedule):
+        placement = resolve(**TWO_STAGES, pipeline_schedule_mode=schedule).placement
+        assert [placement.stages_at(position) for position in range(2)] == [(0, 3), (1, 2)]
+        assert placement == resolve(**TWO_STAGES, pipeline_schedule_mode=schedule, virtual_pp_degree=2).placement
+        error = refusal(**TWO_STAGES, pipeline_schedule_mode=schedule, virtual_pp_degree=3)
+        assert error.given == f"pipeline_schedule_mode={schedule} and virtual_pp_degree=3"
+
     def test_interleaving_one_stage_is_refused(self):
         error = refusal(**TWO_STAGES, pipeline_schedule_mode="VPP")
         assert error.given == "pipeline_schedule_mode=VPP and virtual_pp_degree=1"
@@ -480,7 +488,6 @@ REFUSED_NOW = {
     "sharding": "stage2 offload",
     "tensor_parallel_degree": 2,
     "sep_parallel_degree": 2,
-    "pipeline_schedule_mode": "ZBV",
     "recompute_granularity": "core_attn",
     "save_strategy": "steps",
     "save_steps": 100,
@@ -578,6 +585,8 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {**TWO_STAGES, "pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 3},
     {"pipeline_parallel_degree": 2, "virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBH1", "pp_seg_method": "3,5"},
+    {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBV"},
+    {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "DualPipeV", "virtual_pp_degree": 2},
     {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
     {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},
     {**STAGE1, "sharding_comm_buffer_size_MB": 100, "overlap_parameter_gather": False},

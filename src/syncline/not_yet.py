@@ -26,12 +26,6 @@ NOT_YET = (
     NotYet("tensor_parallel_degree", "more than 1", lambda a: a.tensor_parallel_degree > 1, Arrival.TENSOR),
     NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
     NotYet(
-        "pipeline_schedule_mode",
-        "ZBV, DualPipeV",
-        lambda a: a.pipeline_schedule_mode in ("ZBV", "DualPipeV"),
-        Arrival.SCHEDULES,
-    ),
-    NotYet(
         "recompute_granularity", "full_attn, core_attn", lambda a: a.recompute_granularity != "full", Arrival.RECOMPUTE
     ),
     NotYet("save_strategy", "steps, epoch", lambda a: a.save_strategy in ("steps", "epoch"), Arrival.CHECKPOINTS),

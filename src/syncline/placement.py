@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Stages go round: position 0 holds stages 0, `positions`, 2 * `positions` and so on."""
+    """Stages go round: position 0 holds stages 0, `positions`, 2 * `positions` and so on. If `folded` they go to and
+    fro: behind the last position comes the last position again.
+    """
 
     positions: int = 1
     per_position: int = 1
     """Stages at each position."""
+    folded: bool = False
 
     @property
     def stages(self) -> int:
@@ -27,8 +30,9 @@ class Placement:
 
     def position(self, stage: int) -> int:
         """Where `stage` is."""
-        return stage % self.positions
+        way, along = divmod(stage, self.positions)
+        return self.positions - 1 - along if self.folded and way % 2 else along
 
     def stages_at(self, position: int) -> tuple[int, ...]:
         """The stages at `position`, in the order of the model."""
-        return tuple(range(position, self.stages, self.positions))
+        return tuple(stage for stage in range(self.stages) if self.position(stage) == position)

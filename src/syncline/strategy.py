@@ -33,6 +33,9 @@ OVERLAP_FLAGS = (
 AVERAGE_FLAGS = ("enable_allreduce_avg_in_gradient_scale", "use_reduce_avg")
 """Spellings of an average in the collective."""
 
+V_SHAPED = ("ZBV", "DualPipeV")
+"""Schedules in which the model runs down the ranks of a pipeline and up again."""
+
 WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "muon")
 """These cannot update a slice of a parameter."""
 
@@ -137,7 +140,7 @@ class Strategy:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.topology.pp, self.virtual_stages)
+        return Placement(self.topology.pp, self.virtual_stages, folded=self.schedule in V_SHAPED)
 
     @property
     def ownership(self) -> Ownership:
@@ -167,7 +170,6 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     refuse_not_yet(arguments)
     topology = _topology(arguments)
     _refuse_slices_of_whole_tensors(arguments, topology)
-    _refuse_interleaving_one_stage(arguments, topology)
     flags, flag_warnings = acting_flags(arguments, topology)
     _refuse_sums_and_averages(arguments, topology)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
@@ -176,7 +178,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         topology=topology,
         micro_batches=arguments.gradient_accumulation_steps,
         schedule=arguments.pipeline_schedule_mode if topology.pp > 1 else "1F1B",
-        virtual_stages=arguments.virtual_pp_degree if topology.pp > 1 else 1,
+        virtual_stages=_virtual_stages(arguments, topology),
         sync=sync,
         overlap=_overlap(arguments, flags, sync),
         average_in_collective=bool(flags & set(AVERAGE_FLAGS)),
@@ -254,6 +256,28 @@ def _degrees(arguments: TrainingArguments) -> str:
     return ", ".join(given) or "data_parallel_degree=1"
 
 
+def _virtual_stages(arguments: TrainingArguments, topology: Topology) -> int:
+    """The stages on each rank of a pipeline: as many as asked for, or two where they go down the ranks and up again."""
+    schedule, asked = arguments.pipeline_schedule_mode, arguments.virtual_pp_degree
+    if topology.pp == 1:
+        return 1
+    if schedule == "VPP" and asked == 1:
+        raise UserError(
+            "pipeline_schedule_mode=VPP and virtual_pp_degree=1",
+            "a rank with one stage has nothing to interleave",
+            "Write virtual_pp_degree: 2 or more, or pipeline_schedule_mode: 1F1B.",
+        )
+    if schedule not in V_SHAPED:
+        return asked
+    if asked > 2:
+        raise UserError(
+            f"pipeline_schedule_mode={schedule} and virtual_pp_degree={asked}",
+            "the model runs down the ranks once and up again, so each of them has two stages",
+            "Leave virtual_pp_degree out, or write pipeline_schedule_mode: ZBH1, which takes any number.",
+        )
+    return 2
+
+
 def _dtypes(arguments: TrainingArguments) -> tuple[str, str, str]:
     """The dtypes of parameters, of main gradients, and of gradients on the wire."""
     parameters = arguments.dtype
@@ -328,15 +352,6 @@ def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topo
         f"{arguments.optim} looks at each parameter as a whole, and flat slices cut through parameters",
         "Write sharding: stage1 without split_param, which divides by whole tensors, or optim: adamw.",
     )
-
-
-def _refuse_interleaving_one_stage(arguments: TrainingArguments, topology: Topology) -> None:
-    if arguments.pipeline_schedule_mode == "VPP" and arguments.virtual_pp_degree == 1 and topology.pp > 1:
-        raise UserError(
-            "pipeline_schedule_mode=VPP and virtual_pp_degree=1",
-            "a rank with one stage has nothing to interleave",
-            "Write virtual_pp_degree: 2 or more, or pipeline_schedule_mode: 1F1B.",
-        )
 
 
 def _refuse_sums_and_averages(arguments: TrainingArguments, topology: Topology) -> None:

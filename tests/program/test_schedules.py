@@ -10,13 +10,21 @@ import pytest
 
 from syncline.placement import Placement
 from syncline.program.abstract_state import Violation
-from syncline.program.actions import Backward, BackwardInput, BackwardWeight, ClipGradients, Forward, PointToPoint
+from syncline.program.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ClipGradients,
+    Forward,
+    PointToPoint,
+    ReduceReplicated,
+)
 from syncline.program.costs import COSTS, bubble_fraction
 from syncline.program.messages import messages_in_flight
 from syncline.program.schedules import SCHEDULES
 from syncline.program.schedules.alternating import groups, live_limit
 from syncline.program.verify import verify
-from syncline.strategy import Strategy
+from syncline.strategy import V_SHAPED, Strategy
 from syncline.topology import Topology
 from tests.program.examples import small_program
 
@@ -28,7 +36,7 @@ def step(positions: int, per_position: int, micro_batches: int, schedule: str = 
     return small_program(
         Strategy(
             topology=Topology(pp=positions),
-            virtual_stages=per_position,
+            virtual_stages=2 if schedule in V_SHAPED else per_position,
             micro_batches=micro_batches,
             schedule=schedule,
             **options,
@@ -37,7 +45,11 @@ def step(positions: int, per_position: int, micro_batches: int, schedule: str = 
 
 
 def computations(positions: int, per_position: int, position: int, micro_batches: int, schedule: str) -> list:
-    return list(SCHEDULES[schedule](Placement(positions, per_position), position, micro_batches))
+    return list(SCHEDULES[schedule](placement_of(positions, per_position, schedule), position, micro_batches))
+
+
+def placement_of(positions: int, per_position: int, schedule: str) -> Placement:
+    return Placement(positions, 2, folded=True) if schedule in V_SHAPED else Placement(positions, per_position)
 
 
 def most_waiting(order: list) -> int:
@@ -55,13 +67,15 @@ def test_every_stage_computes_every_micro_batch_once(schedule, positions):
     for per_position, micro_batches in product((1, 2, 3), MICRO_BATCHES):
         for position in range(positions):
             order = computations(positions, per_position, position, micro_batches, schedule)
-            stages = Placement(positions, per_position).stages_at(position)
-            kinds = HALVES if schedule == "ZBH1" else (Forward, Backward)
             place = {action: index for index, action in enumerate(order)}
-            assert len(place) == len(order) == len(kinds) * len(stages) * micro_batches
+            assert len(place) == len(order)
+            stages = placement_of(positions, per_position, schedule).stages_at(position)
             for stage, m in product(stages, range(micro_batches)):
-                places = [place[kind(stage, m)] for kind in kinds]
+                whole = [place.get(kind(stage, m)) for kind in (Forward, Backward)]
+                halved = [place.get(kind(stage, m)) for kind in HALVES]
+                (places,) = (found for found in (whole, halved) if None not in found)
                 assert places == sorted(places)
+            assert sum(isinstance(action, Forward) for action in order) == len(stages) * micro_batches
 
 
 def test_one_stage_a_rank_is_the_papers_1f1b():
@@ -115,6 +129,24 @@ def test_with_few_micro_batches_halved_backwards_fill_as_much_as_there_is(micro_
     idle = Fraction(2 * (4 - 1) - (micro_batches - 1), 3)
     found = bubble_fraction(step(4, 1, micro_batches, "ZBH1"))
     assert found == pytest.approx(float(idle / (micro_batches + idle)), abs=1e-9)
+
+
+@pytest.mark.parametrize("positions", [2, 3, 4, 8])
+def test_down_the_ranks_and_up_again_ranks_wait_as_long_as_the_formulae_say(positions):
+    for k in (2 * positions, 2 * positions + 1, 5 * positions):
+        idle = Fraction(positions - 1, 6)
+        found = bubble_fraction(step(positions, 2, k, "ZBV"))
+        assert found == pytest.approx(float(idle / (k + idle)), abs=1e-9), k
+        longest = Fraction(positions, 6)
+        assert bubble_fraction(step(positions, 2, k, "DualPipeV")) <= float(longest / (k + longest)) + 1e-9, k
+
+
+def test_down_the_ranks_and_up_again_every_rank_holds_as_much():
+    for positions, k in product((2, 3, 4, 8), (16, 17, 33)):
+        assert {most_waiting(computations(positions, 2, p, k, "ZBV")) for p in range(positions)} == {2 * positions}
+        assert all(
+            most_waiting(computations(positions, 2, p, k, "DualPipeV")) <= 2 * positions + 1 for p in range(positions)
+        )
 
 
 def test_forward_and_halves_cost_the_same_and_a_backward_both_halves():
@@ -240,3 +272,26 @@ class TestHalvedBackwards:
 
         with pytest.raises(Violation):
             verify(program.map_ranks(early))
+
+
+class TestCopiesOnOneRank:
+    """Down the ranks and up again, the first rank has the embedding and the head that is tied to it."""
+
+    TIED = small_program(
+        Strategy(topology=Topology(pp=2), virtual_stages=2, micro_batches=4, schedule="ZBV"), tied=True, layers=4
+    )
+
+    def test_one_action_sums_them(self):
+        verify(self.TIED)
+        (summed,) = (action for action in self.TIED.ranks[0] if isinstance(action, ReduceReplicated))
+        assert self.TIED.members(0, summed.group) == (0,)
+        assert not any(isinstance(action, ReduceReplicated) for action in self.TIED.ranks[1])
+
+    def test_without_it_they_differ(self):
+        with pytest.raises(Violation, match="the copies of bucket"):
+            verify(self.TIED.map_ranks(lambda _, actions: [a for a in actions if not isinstance(a, ReduceReplicated)]))
+
+    def test_a_copy_that_lacks_a_micro_batch_is_found(self):
+        lost = BackwardWeight(3, 1)
+        with pytest.raises(Violation, match="a copy on this rank, holds something else"):
+            verify(self.TIED.map_ranks(lambda _, actions: [action for action in actions if action != lost]))

@@ -25,7 +25,7 @@ from syncline.program.program import Program
 from syncline.runtime.worker import StepResult
 from syncline.verification import numerical
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
-from syncline.verification.combinations import keys_of
+from syncline.verification.combinations import keys_of, strategy_of
 from syncline.verification.double import InFloat64
 from syncline.verification.mixed import Gradients, summed_gradients, tolerance, whole_batch_gradients
 from tests.groups import reused_groups
@@ -145,8 +145,8 @@ def make_run(combination: Combination) -> Run:
         arguments = arguments_from_mapping({"model_config": {**EXACT_LLAMA, "tie_word_embeddings": tied}, **keys})
         with mock.patch.object(numerical, "BUCKET_BYTES", EXACT_BUCKET_BYTES):
             return Run(combination, numerical.verification_job(arguments))
-    layers = keys.get("pipeline_parallel_degree", 1) * keys.get("virtual_pp_degree", 1) + 1
-    config = {**LLAMA, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    stages = strategy_of({**combination, "dtype": "float32"}).placement.stages
+    config = {**LLAMA, "num_hidden_layers": stages + 1, "tie_word_embeddings": tied}
     return Run(combination, describe_job(arguments_from_mapping({"model_config": config, **keys, **PLAIN_TRAINING})))
 
 

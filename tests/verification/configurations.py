@@ -70,6 +70,8 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "FThenB": {"pipeline_schedule_mode": "FThenB"},
         "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
         "ZBH1": {"pipeline_schedule_mode": "ZBH1"},
+        "ZBV": {"pipeline_schedule_mode": "ZBV"},
+        "DualPipeV": {"pipeline_schedule_mode": "DualPipeV"},
         "three stages a rank": {"virtual_pp_degree": 3},
     },
     "shapes": {

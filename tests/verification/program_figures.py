@@ -38,8 +38,10 @@ def reductions_per_bucket(strategy: Strategy) -> int:
 def expected_bytes(program: Program, strategy: Strategy, rank: int) -> int:
     """Messages between stages, scalars, tied copies, and what becomes of each bucket."""
     topology = program.topology
-    stages = program.stages(rank)
-    neighbours = 2 * len(stages) - (0 in stages) - (topology.pp * len(stages) - 1 in stages)
+    stages = {stage: holder(program, rank, stage) for stage in range(program.placement.stages)}
+    neighbours = sum(
+        stages.get(stage + step, rank) != rank for stage in stages if stages[stage] == rank for step in (-1, 1)
+    )
     sent = neighbours * program.micro_batches * program.sizes.activation_bytes
     sharded = strategy.ownership is not Ownership.REPLICATED
     sent += ring(topology.replicas, SCALAR, 2)  # The token count, ...
@@ -48,12 +50,20 @@ def expected_bytes(program: Program, strategy: Strategy, rank: int) -> int:
     return sent + sum(_bucket_bytes(program, strategy, rank, bucket) for bucket in program.parameter_buckets(rank))
 
 
+def holder(program: Program, rank: int, stage: int) -> int:
+    """Who has a stage of the pipeline in which `rank` is: stages go round the ranks, or to and fro."""
+    topology, placement = program.topology, program.placement
+    way, along = divmod(stage, topology.pp)
+    back = placement.folded and way % 2 == 1
+    return topology.rank(**{**topology.coordinate(rank), "pp": topology.pp - 1 - along if back else along})
+
+
 def _bucket_bytes(program: Program, strategy: Strategy, rank: int, bucket: Bucket) -> int:
     topology, sizes, n = program.topology, program.sizes, program.topology.sharding
     reductions = 0 if bucket.frozen else reductions_per_bucket(strategy)
     gradient, parameter = bucket.numel * sizes.reduce_itemsize, bucket.numel * sizes.parameter_itemsize
     copies = bucket.numel * sizes.gradient_itemsize if len(bucket.tie_stages) > 1 else 0
-    stages = max(1, len(bucket.tie_stages))
+    stages = max(1, len({holder(program, rank, stage) for stage in bucket.tie_stages}))
     if strategy.ownership is Ownership.REPLICATED:
         return reductions * ring(topology.replicas, gradient, 2) + ring(stages, copies, 2)
     if strategy.ownership is Ownership.SLICES:

@@ -101,7 +101,8 @@ class ParallelismArguments:
     pipeline_schedule_mode: str = _option(
         "1F1B",
         "The order of forwards and backwards in a pipeline: `1F1B` (`VPP` with virtual_pp_degree above 1, under either "
-        "name), `FThenB`, or `ZBH1`, which halves backwards. ZBV and DualPipeV arrive with the schedules.",
+        "name), `FThenB`, or with halved backwards `ZBH1`, `ZBV` and `DualPipeV`. The last two give each rank two "
+        "stages, and the model runs down the ranks and up again.",
         effect="the order of all compute actions",
         cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k. ZBH1 lets "
         "every rank hold as much as the first one does, and ranks wait a third of 1F1B's time.",

@@ -224,7 +224,9 @@ class ScaleGradients(Action):
 
 @dataclass(frozen=True)
 class ReduceReplicated(Action):
-    """Sums the copies of a parameter that several ranks of one replica hold; `what` names the parameter."""
+    """Sums all copies of a parameter that ranks of one replica hold, and gives each of them the sum; `what` names the
+    parameter, `bucket` has the first of the copies that this rank holds.
+    """
 
     bucket: int
     group: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from syncline.placement import Placement
@@ -92,10 +92,18 @@ class Program:
             return tuple(range(self.topology.world_size))
         if group.startswith("tied:"):
             stages = (int(stage) for stage in group.removeprefix("tied:").split(","))
-            return tuple(sorted(self.holder(rank, stage) for stage in stages))
+            return tuple(sorted({self.holder(rank, stage) for stage in stages}))
         axes = tuple(group.split("+"))
         assert set(axes) <= set(AXES), f"unknown group {group}"
         return self.topology.group(rank, axes)
+
+    def inside(self, rank: int, position: int) -> Iterator[Action]:
+        """What happens during the computation at `position` in the list of `rank`: it stands right behind it."""
+        actions = self.ranks[rank]
+        for index in range(position + 1, len(actions)):
+            if getattr(actions[index], "during", None) is None:
+                return
+            yield actions[index]
 
     def storages(self, rank: int) -> frozenset[tuple[int, Part]]:
         """The gradient storages of which `rank`'s actions make use."""

@@ -141,7 +141,12 @@ class Gradients:
 
     def _sum_copies(self, action: ReduceReplicated) -> None:
         gradient = self.buckets[action.bucket].consumed
+        copies = [b for b in self.buckets.values() if b.bucket.tie == action.what and b.bucket.id != action.bucket]
+        for copy in copies:
+            gradient.add_(copy.consumed)
         self._collectives.sum(gradient, action.group, f"the other copies of {action.what}")
+        for copy in copies:
+            copy.consumed.copy_(gradient)
 
 
 def _add(gradient: Tensor, main: Tensor) -> None:

@@ -324,6 +324,10 @@ class Worker:
             output = self._state.compute(stage, micro_batch, received)
         if stage.is_last and output.dim() == 0:
             self._state.losses[action.micro_batch] = output.detach()
+        if action.stage + 1 in self.stages:  # This rank is its own neighbour.
+            self._take_activation(action.stage + 1, action.micro_batch, output.detach())
+            if not torch.is_grad_enabled():
+                return
         self._state.outputs[key] = output
 
     def _scale_loss(self, action: ScaleLoss) -> None:
@@ -343,7 +347,10 @@ class Worker:
         received = self._state.inputs.pop(key, None)
         if received is not None:
             assert received.grad is not None, f"stage {action.stage} does not use what it receives"
-            self._state.input_gradients[key] = received.grad
+            gradients = self._state.input_gradients
+            if action.stage - 1 in self.stages:
+                gradients, key = self._state.output_gradients, (action.stage - 1, action.micro_batch)
+            gradients[key] = received.grad
 
     def _backward_input(self, action: BackwardInput) -> None:
         with self.gradients.put_off_by(action.stage) as put_off:
@@ -367,7 +374,10 @@ class Worker:
 
     def _receive_activation(self, action: ReceiveActivation) -> None:
         hidden = self._transport.receive(action, self._shape(action.micro_batch))
-        self._state.inputs[action.stage, action.micro_batch] = hidden.requires_grad_(torch.is_grad_enabled())
+        self._take_activation(action.stage, action.micro_batch, hidden)
+
+    def _take_activation(self, stage: int, micro_batch: int, hidden: Tensor) -> None:
+        self._state.inputs[stage, micro_batch] = hidden.requires_grad_(torch.is_grad_enabled())
 
     def _send_gradient(self, action: SendGradient) -> None:
         gradient = self._state.input_gradients.pop((action.stage, action.micro_batch))

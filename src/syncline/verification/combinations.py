@@ -86,6 +86,8 @@ SIDE_AXES: Mapping[str, Mapping[str, Keys]] = {
         "FThenB": {"pipeline_schedule_mode": "FThenB"},
         "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
         "ZBH1": {"pipeline_schedule_mode": "ZBH1"},
+        "ZBV": {"pipeline_schedule_mode": "ZBV"},
+        "DualPipeV": {"pipeline_schedule_mode": "DualPipeV"},
         "ZBH1, two stages a rank": {"pipeline_schedule_mode": "ZBH1", "virtual_pp_degree": 2},
         "FThenB, two stages a rank": {"pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 2},
     },

@@ -106,4 +106,6 @@ def _touches(action: Action, bucket: Bucket) -> bool:
         return action.stage == bucket.stage
     if isinstance(action, ClipGradients):
         return True
-    return isinstance(action, (OptimizerStep, ReduceReplicated, ReduceGradients)) and action.bucket == bucket.id
+    if isinstance(action, ReduceReplicated):
+        return action.what == bucket.tie
+    return isinstance(action, (OptimizerStep, ReduceGradients)) and action.bucket == bucket.id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import islice
 
 from syncline.program.abstract_state import BucketState, Content, RankState, StorageState, Violation
 from syncline.program.actions import (
@@ -111,9 +110,7 @@ class GradientRules:
                 self._write(rank, backward, bucket.id, seed)
 
     def _allocations_during(self, rank: RankState, backward: Computation) -> Iterator[AllocateGradients]:
-        for action in islice(self._program.ranks[rank.number], rank.position + 1, None):
-            if getattr(action, "during", None) is None:
-                return
+        for action in self._program.inside(rank.number, rank.position):
             if isinstance(action, AllocateGradients) and action.part is Part.BUCKET and action.during == backward:
                 yield action
 
@@ -121,7 +118,9 @@ class GradientRules:
         bucket = self._usable(rank, backward, id)
         if bucket.consumed:
             raise Violation(3, rank.number, backward, f"bucket {id} was already used by the optimizer")
-        if any(content.owned_only for content in bucket.whole.contents.values()):
+        # A reduction leaves all that was there in the owned part only, and nothing may be added after it: one tells.
+        latest = next(reversed(bucket.whole.contents.values()), None)
+        if latest is not None and latest.owned_only:
             raise Violation(
                 2, rank.number, backward, f"bucket {id} holds a gradient that is reduced in the owned part only"
             )
@@ -240,8 +239,13 @@ class GradientRules:
         bucket = self._readable(rank, action, action.bucket)
         if bucket.copies_summed:
             raise Violation(2, rank.number, action, "the copies have been summed already")
+        copies = [b.id for b in self._program.buckets(rank.number) if b.tie == action.what and b.id != action.bucket]
+        for copy in copies:
+            if self._readable(rank, action, copy).read.contents != bucket.read.contents:
+                raise Violation(2, rank.number, action, f"bucket {copy}, a copy on this rank, holds something else")
         self._world.blocking_collective(rank, action, bucket.read.contents)
-        bucket.copies_summed = True
+        for id in (action.bucket, *copies):
+            rank.buckets[id].copies_summed = True
 
     # ---- Scales, decisions, updates ----------------------------------------------------------------------------------
 
@@ -296,10 +300,11 @@ class GradientRules:
                 raise Violation(2, rank.number, action, what)
         if self._program.bucket(id).tie is not None and not bucket.copies_summed:
             raise Violation(2, rank.number, action, f"the copies of bucket {id} on other stages are not in it")
+        expected = self._target / self._world.value(scale)
         for micro_batch, content in contents.items():
-            product = content.coefficient * self._world.value(scale)
-            if product != self._target:
-                what = f"micro-batch {micro_batch} of bucket {id} is {product / self._target} times what it must be"
+            if content.coefficient != expected:
+                times = content.coefficient / expected
+                what = f"micro-batch {micro_batch} of bucket {id} is {times} times what it must be"
                 raise Violation(5, rank.number, action, what)
 
     def _readable(self, rank: RankState, action: Action, id: int) -> BucketState:

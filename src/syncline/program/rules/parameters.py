@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
-
 from syncline.program.abstract_state import Parameters, RankState, Violation
 from syncline.program.actions import (
     Action,
@@ -50,18 +47,12 @@ class ParameterRules:
 
     def use(self, rank: RankState, computation: Computation) -> None:
         """A computation uses every bucket of its stage: now, or once the bucket has been waited for during it."""
-        awaited = {action.bucket for action in self._inside(rank) if isinstance(action, WaitGather)}
+        inside = self._program.inside(rank.number, rank.position)
+        awaited = {action.bucket for action in inside if isinstance(action, WaitGather)}
         for bucket in self._program.layout.all_of_stage(computation.stage):
             state = self._state(rank, computation, bucket.id)
             if state is not Parameters.CURRENT and bucket.id not in awaited:
                 raise Violation(3, rank.number, computation, f"the parameters of bucket {bucket.id} are {state.value}")
-
-    def _inside(self, rank: RankState) -> Iterator[Action]:
-        """What happens during the computation that the rank has come to."""
-        for action in islice(self._program.ranks[rank.number], rank.position + 1, None):
-            if getattr(action, "during", None) is None:
-                return
-            yield action
 
     def outdate(self, rank: RankState, action: Action) -> None:
         """An update: where ownership is divided, somebody else has updated the rest."""

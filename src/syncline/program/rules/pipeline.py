@@ -64,7 +64,8 @@ class PipelineRules:
     def _forward(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, Forward)
         key = (action.stage, action.micro_batch)
-        if action.stage > 0 and key not in rank.activations:
+        before = (action.stage - 1, action.micro_batch)
+        if action.stage > 0 and key not in rank.activations and before not in rank.forwards:
             raise Violation(3, rank.number, action, "its activation has not been received")
         self._parameters.use(rank, action)
         rank.forwards.add(key)
@@ -82,20 +83,26 @@ class PipelineRules:
         key = (action.stage, action.micro_batch)
         if key not in rank.forwards:
             raise Violation(3, rank.number, action, "it comes before its forward")
-        if action.stage == self._program.last_stage:
-            seed = rank.seeds.get(action.micro_batch, Fraction(1))
-        elif key in rank.gradients:
-            seed = rank.gradients[key]
-        else:
+        seed = self._seed(rank, key)
+        if seed is None:
             raise Violation(3, rank.number, action, "the gradient of its output has not been received")
         if key in rank.backwards:
             raise Violation(2, rank.number, action, "the same gradient is added twice")
         self._parameters.use(rank, action)
         rank.backwards.add(key)
+        if self._program.holder(rank.number, action.stage - 1) == rank.number and action.stage > 0:
+            rank.gradients[action.stage - 1, action.micro_batch] = seed
         if isinstance(action, BackwardInput):
             rank.awaited_halves[key] = seed
         else:
             self._gradients.write(rank, action, seed)
+
+    def _seed(self, rank: RankState, key: tuple[int, int]) -> Fraction | None:
+        """What the gradient of a stage's output has been multiplied by; None as long as it is not there."""
+        stage, micro_batch = key
+        if stage == self._program.last_stage:
+            return rank.seeds.get(micro_batch, Fraction(1))
+        return rank.gradients.get(key)
 
     def _backward_weight(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, BackwardWeight)
@@ -116,12 +123,9 @@ class PipelineRules:
             raise Blocked
         seed = Fraction(1)
         if isinstance(action, SendGradient):
-            on_last = action.stage == self._program.last_stage
-            seed = (
-                rank.seeds.get(action.micro_batch, Fraction(1))
-                if on_last
-                else rank.gradients[action.stage, action.micro_batch]
-            )
+            found = self._seed(rank, (action.stage, action.micro_batch))
+            assert found is not None
+            seed = found
         channel.append((action, seed))
 
     def _receive(self, rank: RankState, action: Action) -> None:

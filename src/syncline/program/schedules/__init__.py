@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from syncline.placement import Placement
 from syncline.program.actions import Computation
 from syncline.program.schedules.alternating import forward_then_backward, one_forward_one_backward, zero_bubble
+from syncline.program.schedules.v_shaped import dual_pipe_v, zero_bubble_v
 
 Schedule = Callable[[Placement, int, int], Iterable[Computation]]
 """(placement, position, micro_batches) -> the computations of the rank at that position, in order."""
@@ -18,5 +19,7 @@ SCHEDULES: dict[str, Schedule] = {
     "VPP": one_forward_one_backward,
     "FThenB": forward_then_backward,
     "ZBH1": zero_bubble,
+    "ZBV": zero_bubble_v,
+    "DualPipeV": dual_pipe_v,
 }
 """1F1B with several stages at a position is VPP, the interleaved schedule, under either name."""

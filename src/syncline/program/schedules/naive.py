@@ -95,8 +95,10 @@ def _pipeline(
     topology: Topology, placement: Placement, rank: int, micro_batches: int, schedule: Schedule
 ) -> Iterator[Action]:
     def holder(stage: int) -> int | None:
+        """The rank to which a message goes; None where there is none, or it is this rank itself."""
         there = 0 <= stage <= placement.last_stage
-        return topology.neighbour(rank, pp=placement.position(stage)) if there else None
+        found = topology.neighbour(rank, pp=placement.position(stage)) if there else rank
+        return None if found == rank else found
 
     for action in schedule(placement, topology.position(rank), micro_batches):
         stage, index = action.stage, action.micro_batch

@@ -19,7 +19,10 @@ LAYERS_PER_RANK = 12
 SHAPES = ((4, 8), (4, 10), (4, 3), (8, 32))
 """Ranks of the pipeline, and micro-batches."""
 
-SHOWN = (("FThenB", 1), ("1F1B", 1), ("VPP", 2), ("VPP", 3), ("ZBH1", 1), ("ZBH1", 2))
+SHOWN = (
+    *(("FThenB", 1), ("1F1B", 1), ("VPP", 2), ("VPP", 3)),
+    *(("ZBH1", 1), ("ZBH1", 2), ("ZBV", 2), ("DualPipeV", 2)),
+)
 """Schedules, and stages on each rank."""
 
 FORMULAE = (
@@ -27,6 +30,8 @@ FORMULAE = (
     ("1F1B", "(p - 1) * (F + B)", "p - r", "a backward as soon as there is one"),
     ("VPP", "(p - 1) / v * (F + B)", "2 * (p - r - 1) + (v - 1) * g + 1", "several stages on a rank, in turn"),
     ("ZBH1", "(p - 1) * (F + I - W)", "p", "halved backwards; with v > 1 VPP's, halved: about the v-th part"),
+    ("ZBV", "(p - 1) / 2 * F", "2 * p", "halved backwards, down the ranks and up again"),
+    ("DualPipeV", "p / 2 * F or less", "2 * p + 1", "the same, a forward beside a backward"),
 )
 
 
@@ -42,7 +47,7 @@ def _introduction() -> Iterator[str]:
     yield (
         "In which order does a rank of a pipeline compute? `pipeline_schedule_mode` decides, and `virtual_pp_degree` "
         "how many stages a rank holds. Every schedule takes any number of micro-batches, and works with every option "
-        "of a gradient's life. The sources stand in `src/syncline/program/schedules/alternating.py`."
+        "of a gradient's life. The sources stand in `src/syncline/program/schedules/`."
     )
     yield ""
 
@@ -52,7 +57,8 @@ def _formulae() -> Iterator[str]:
         "With p ranks in the pipeline, v stages on each, k micro-batches (not less than p), and for the layers of one "
         "rank a forward F and a backward B, which is I for the gradient of the input and W for those of the weights: "
         "how long a rank waits in a step, and how many micro-batches' activations rank r (from 0) holds at most, each "
-        "at one of its stages. Micro-batches go round in groups of at most g, which is p where p divides k."
+        "at one of its stages. Micro-batches go round in groups of at most g, which is p where p divides k. For the "
+        "last two k is 2 p at least, and F = I = W."
     )
     yield ""
     yield from table(
