@@ -73,6 +73,11 @@ MOVED_IN_A_PIPELINE: Mapping[str, Mapping[str, Any]] = {
     "halved backwards, recomputed": {**HALVED, "recompute": True},
     "shapes with every message": {"pipeline_parallel_config": "disable_p2p_cache_shape"},
     "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},
+    "received ahead": {"pipeline_parallel_config": "enable_overlap_p2p_comm"},
+    "received ahead, shapes each step": {
+        "pipeline_parallel_config": "enable_overlap_p2p_comm enable_clear_every_step_cache"
+    },
+    "received ahead, halved": {**HALVED, "pipeline_parallel_config": "enable_overlap_p2p_comm"},
 }
 
 MOVED_IN_EVERY_BACKWARD: Mapping[str, Mapping[str, Any]] = {

@@ -10,6 +10,7 @@ from syncline.arguments.flags import FLAGS, Need, Status
 from syncline.errors import UserError
 from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
+from syncline.placement import Placement
 from syncline.strategy import (
     Normalization,
     Ownership,
@@ -357,6 +358,20 @@ class TestPipeline:
         strategy = resolve(**TWO_STAGES, pipeline_schedule_mode="FThenB", pipeline_parallel_config="enable_timer")
         assert (strategy.schedule, strategy.timers) == ("FThenB", True)
 
+    def test_flags_that_mean_a_schedule(self):
+        halved = {**TWO_STAGES, "pipeline_parallel_config": "enable_split_backward"}
+        assert resolve(**halved, virtual_pp_degree=2).schedule == "ZBH1"
+        (warning,) = resolve(**halved, pipeline_schedule_mode="ZBV").warnings
+        assert warning == "enable_split_backward has no effect here: ZBV halves backwards anyway."
+        assert "ZBH1" in refusal(**halved, pipeline_schedule_mode="FThenB").instead
+        error = refusal(**TWO_STAGES, pipeline_schedule_mode="ZBH1", pipeline_parallel_config="use_dualpipev")
+        assert error.given == "pipeline_parallel_config=use_dualpipev and pipeline_schedule_mode=ZBH1"
+
+    def test_nothing_comes_ahead_of_its_shape(self):
+        flags = "enable_overlap_p2p_comm disable_p2p_cache_shape"
+        (warning,) = resolve(**TWO_STAGES, pipeline_parallel_config=flags).warnings
+        assert warning.startswith("enable_overlap_p2p_comm has no effect here: disable_p2p_cache_shape")
+
     def test_stages_on_a_rank(self):
         placement = resolve(**TWO_STAGES, virtual_pp_degree=3).placement
         assert [placement.stages_at(position) for position in range(2)] == [(0, 2, 4), (1, 3, 5)]
@@ -386,6 +401,10 @@ CHANGED_BY: dict[str, dict[str, Any]] = {
     "enable_profiling": {"timers": True},
     "disable_p2p_cache_shape": {"shape_exchange": ShapeExchange.EVERY_MESSAGE},
     "enable_clear_every_step_cache": {"shape_exchange": ShapeExchange.EACH_STEP},
+    "enable_overlap_p2p_comm": {"receive_ahead": True},
+    "enable_send_recv_overlap": {"receive_ahead": True},
+    "enable_split_backward": {"schedule": "ZBH1"},
+    "use_dualpipev": {"schedule": "DualPipeV", "virtual_stages": 2, "placement": Placement(2, 2, folded=True)},
     "split_param": {"sharding": Sharding.STAGE1_SLICE, "ownership": Ownership.SLICES},
     "enable_sharding_comm_overlap": {"overlap": True},
     "enable_stage1_overlap": {"overlap": True},

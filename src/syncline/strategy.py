@@ -33,8 +33,13 @@ OVERLAP_FLAGS = (
 AVERAGE_FLAGS = ("enable_allreduce_avg_in_gradient_scale", "use_reduce_avg")
 """Spellings of an average in the collective."""
 
+HALVED = ("ZBH1", "ZBV", "DualPipeV")
+"""Schedules that halve backwards."""
+
 V_SHAPED = ("ZBV", "DualPipeV")
 """Schedules in which the model runs down the ranks of a pipeline and up again."""
+
+RECEIVE_AHEAD_FLAGS = ("enable_overlap_p2p_comm", "enable_send_recv_overlap")
 
 WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "muon")
 """These cannot update a slice of a parameter."""
@@ -134,6 +139,8 @@ class Strategy:
     overlap_gathers: bool = True
     """Updated parameters travel behind the next forward. No meaning where parameters are gathered around their use."""
     shape_exchange: ShapeExchange = ShapeExchange.ONCE
+    receive_ahead: bool = False
+    """What the next computation needs is being received while the one before it runs."""
     timers: bool = False
     warnings: tuple[str, ...] = ()
     """Sentences for the user: flags that have no effect here."""
@@ -172,13 +179,14 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     _refuse_slices_of_whole_tensors(arguments, topology)
     flags, flag_warnings = acting_flags(arguments, topology)
     _refuse_sums_and_averages(arguments, topology)
+    schedule = _schedule(arguments, topology, flags)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
     sync = _sync_moment(arguments)
     return Strategy(
         topology=topology,
         micro_batches=arguments.gradient_accumulation_steps,
-        schedule=arguments.pipeline_schedule_mode if topology.pp > 1 else "1F1B",
-        virtual_stages=_virtual_stages(arguments, topology),
+        schedule=schedule,
+        virtual_stages=_virtual_stages(arguments, topology, schedule),
         sync=sync,
         overlap=_overlap(arguments, flags, sync),
         average_in_collective=bool(flags & set(AVERAGE_FLAGS)),
@@ -194,6 +202,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         scales_loss=parameter_dtype == "float16",
         bucket_bytes=_bucket_bytes(arguments),
         shape_exchange=_shape_exchange(flags),
+        receive_ahead=bool(flags & set(RECEIVE_AHEAD_FLAGS)),
         timers=bool(flags & {"enable_timer", "enable_profiling"}),
         warnings=(
             *arguments.notices,
@@ -256,12 +265,36 @@ def _degrees(arguments: TrainingArguments) -> str:
     return ", ".join(given) or "data_parallel_degree=1"
 
 
-def _virtual_stages(arguments: TrainingArguments, topology: Topology) -> int:
+def _schedule(arguments: TrainingArguments, topology: Topology, flags: frozenset[str]) -> str:
+    """The schedule asked for, by its key or by a flag that means one."""
+    asked = arguments.pipeline_schedule_mode
+    if topology.pp == 1:
+        return "1F1B"
+    if "use_dualpipev" in flags and asked not in ("1F1B", "DualPipeV"):
+        raise UserError(
+            f"pipeline_parallel_config=use_dualpipev and pipeline_schedule_mode={asked}",
+            "the flag means pipeline_schedule_mode: DualPipeV",
+            "Keep one of the two.",
+        )
+    if "use_dualpipev" in flags:
+        asked = "DualPipeV"
+    if "enable_split_backward" not in flags or asked in HALVED:
+        return asked
+    if asked == "FThenB":
+        raise UserError(
+            "pipeline_parallel_config=enable_split_backward and pipeline_schedule_mode=FThenB",
+            "halved backwards fill the time in which ranks wait, and FThenB holds all activations for nothing",
+            "Write pipeline_schedule_mode: ZBH1.",
+        )
+    return "ZBH1"
+
+
+def _virtual_stages(arguments: TrainingArguments, topology: Topology, schedule: str) -> int:
     """The stages on each rank of a pipeline: as many as asked for, or two where they go down the ranks and up again."""
-    schedule, asked = arguments.pipeline_schedule_mode, arguments.virtual_pp_degree
+    asked = arguments.virtual_pp_degree
     if topology.pp == 1:
         return 1
-    if schedule == "VPP" and asked == 1:
+    if arguments.pipeline_schedule_mode == "VPP" and asked == 1:
         raise UserError(
             "pipeline_schedule_mode=VPP and virtual_pp_degree=1",
             "a rank with one stage has nothing to interleave",
@@ -417,5 +450,11 @@ def _warnings(
             "gradient_sync: every_micro_batch to hold shards only, for k times the bytes, or gradient_sync: "
             "last_micro_batch to keep it so."
         )
+    if "enable_split_backward" in flags and arguments.pipeline_schedule_mode in HALVED:
+        schedule = arguments.pipeline_schedule_mode
+        yield f"enable_split_backward has no effect here: {schedule} halves backwards anyway."
+    for flag in sorted(flags & set(RECEIVE_AHEAD_FLAGS)):
+        if "disable_p2p_cache_shape" in flags:
+            yield f"{flag} has no effect here: disable_p2p_cache_shape lets nothing come before its shape is known."
     if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} <= flags:
         yield "enable_clear_every_step_cache has no effect here: disable_p2p_cache_shape sends every shape anyway."

@@ -78,6 +78,10 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "shapes once": {},
         "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},
         "shapes always": {"pipeline_parallel_config": "disable_p2p_cache_shape"},
+        "received ahead": {"pipeline_parallel_config": "enable_overlap_p2p_comm"},
+        "received ahead, shapes each step": {
+            "pipeline_parallel_config": "enable_overlap_p2p_comm enable_clear_every_step_cache"
+        },
     },
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},
     "recompute": {"stored": {}, "recomputed": {"recompute": True}},

@@ -84,7 +84,7 @@ def test_only_overlap_after_accumulation_is_refused():
 
 def test_choices_that_are_left_out_have_no_effect():
     places = [{"topology": topology, "k": k} for topology in AXES["topology"] for k in AXES["k"]]
-    others = [(axis, choice) for axis in ("gathers", "schedule", "order") for choice in SIDE_AXES[axis]]
+    others = [(axis, choice) for axis in ("gathers", "schedule", "messages", "order") for choice in SIDE_AXES[axis]]
     left_out = 0
     for place, form, (axis, choice) in product(places, AXES["sharding"], others):
         combination = {**place, "sharding": form, axis: choice}

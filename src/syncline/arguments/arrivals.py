@@ -8,7 +8,6 @@ from enum import Enum
 class Arrival(Enum):
     """A feature that is announced: what brings it, and what to use now."""
 
-    SCHEDULES = ("the schedules", "Use pipeline_schedule_mode 1F1B or FThenB with virtual_pp_degree 1 now")
     TENSOR = ("tensor parallelism", "Use pipeline_parallel_degree now to split a model that does not fit")
     SEQUENCE = ("sequence and context parallelism", "Use recompute or a smaller max_seq_length now to save activations")
     OFFLOAD = ("offloading", "Use pipeline_parallel_degree, recompute or enable_release_grads now to save memory")

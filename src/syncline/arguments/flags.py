@@ -222,15 +222,56 @@ FLAGS = (
     ),
     # Pipeline schedules.
     *(
-        Flag(name, (PIPELINE,), meaning, needs=Need.STAGES, arrives=Arrival.SCHEDULES, aliases=aliases)
-        for name, meaning, aliases in (
-            ("enable_overlap_p2p_comm", "Messages travel while the next micro-batch computes.", ("overlap_p2p_comm",)),
-            ("enable_send_recv_overlap", "The name of enable_overlap_p2p_comm in auto mode.", ()),
-            ("best_unbalanced_scheduler", "An interleaved order for k that the stages do not divide.", ()),
-            ("enable_split_backward", "Input and weight gradients apart, as in ZBH1.", ()),
-            ("use_dualpipev", "The schedule DualPipeV.", ()),
-            ("forward_backward_overlap_scheduler", "A forward and a backward run side by side.", ()),
+        Flag(
+            name,
+            (PIPELINE,),
+            meaning,
+            "receives start before the computation in front of them",
+            "Messages travel behind computations; room for one more in each direction.",
+            Need.STAGES,
+            aliases=aliases,
         )
+        for name, meaning, aliases in (
+            (
+                "enable_overlap_p2p_comm",
+                "What the next computation needs is being received while the one before it runs.",
+                ("overlap_p2p_comm",),
+            ),
+            ("enable_send_recv_overlap", "The name of enable_overlap_p2p_comm in auto mode.", ()),
+        )
+    ),
+    Flag(
+        "best_unbalanced_scheduler",
+        (PIPELINE,),
+        "An interleaved order for k that the stages do not divide.",
+        needs=Need.STAGES,
+        no_effect="the interleaved schedule takes any number of micro-batches as it is",
+    ),
+    Flag(
+        "enable_split_backward",
+        (PIPELINE,),
+        "Backwards are halved: `pipeline_schedule_mode: ZBH1`.",
+        "backwards become a half for the input and a half for the weights, which fills waiting time",
+        "As ZBH1.",
+        Need.STAGES,
+    ),
+    Flag(
+        "use_dualpipev",
+        (PIPELINE,),
+        "`pipeline_schedule_mode: DualPipeV`.",
+        "the schedule",
+        "As DualPipeV.",
+        Need.STAGES,
+    ),
+    Flag(
+        "forward_backward_overlap_scheduler",
+        (PIPELINE,),
+        "A forward and a backward run side by side.",
+        needs=Need.STAGES,
+        refused=(
+            "a rank computes one thing at a time; what overlaps with it is communication, and that always",
+            "Write pipeline_schedule_mode: DualPipeV, which puts a forward beside each backward",
+        ),
     ),
     Flag(
         "enable_offload_queue",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 
-from syncline.program.actions import Action, Computation, Part
+from syncline.program.actions import Action, Computation, Part, PointToPoint
 
 RULES = {
     1: "every receive has its send, in an order that cannot deadlock",
@@ -97,6 +97,8 @@ class RankState:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     activations: set[tuple[int, int]] = field(default_factory=set)
     gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    receiving: dict[tuple[int, str], list[PointToPoint]] = field(default_factory=dict)
+    """By peer and direction the receives that have been started, and not waited for."""
     awaited_halves: dict[tuple[int, int], Fraction] = field(default_factory=dict)
     """By stage and micro-batch the seed of a backward whose second half is still to come."""
     issued: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)

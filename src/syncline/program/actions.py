@@ -163,12 +163,26 @@ class ReceiveActivation(PointToPoint):
 
 
 @dataclass(frozen=True)
+class StartReceivingActivation(PointToPoint):
+    """Makes room for a message and returns; the receive that belongs to it waits for the message."""
+
+    direction: ClassVar[str] = "activation"
+
+
+@dataclass(frozen=True)
 class SendGradient(PointToPoint):
     direction: ClassVar[str] = "gradient"
 
 
 @dataclass(frozen=True)
 class ReceiveGradient(PointToPoint):
+    direction: ClassVar[str] = "gradient"
+
+
+@dataclass(frozen=True)
+class StartReceivingGradient(PointToPoint):
+    """As `StartReceivingActivation`."""
+
     direction: ClassVar[str] = "gradient"
 
 

@@ -16,6 +16,7 @@ from syncline.program.passes.gather_overlap import gather_behind_forward
 from syncline.program.passes.loss_scaling import scale_losses_up
 from syncline.program.passes.normalization import micro_batch_mean, token_mean
 from syncline.program.passes.overlap import overlap_reductions
+from syncline.program.passes.receive_ahead import receive_ahead
 from syncline.program.passes.release import release_gradients
 from syncline.program.passes.sharding import shard_updates, step_in_place
 from syncline.program.passes.sync_moment import sync_after_accumulation, sync_last_micro_batch
@@ -80,6 +81,7 @@ def passes(strategy: Strategy) -> list[Pass]:
         SyncMoment.AFTER_ACCUMULATION: [sync_after_accumulation],
     }
     choices: list[tuple[bool, Pass]] = [
+        (strategy.receive_ahead, receive_ahead),
         (True, normalization[strategy.normalization]),
         (divides, shard_updates),
         *((True, moment) for moment in moments[strategy.sync]),

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from syncline.program.actions import Action, PointToPoint, ReceiveActivation, ReceiveGradient
+from syncline.program.actions import (
+    Action,
+    PointToPoint,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+
+SENDS = (SendActivation, SendGradient)
+RECEIVES = (ReceiveActivation, ReceiveGradient)
 
 LEAST = 2
 """With one message in flight 1F1B would lose time: a stage would have to deliver its next activation before its
@@ -20,13 +30,13 @@ def messages_in_flight(ranks: Sequence[Sequence[Action]]) -> int:
     The bound is what a sender keeps alive. A rank with several stages may have to send the outputs of one stage while
     the receiver is still busy with the rest of its group of micro-batches at the stage before.
     """
-    messages = [[action for action in actions if isinstance(action, PointToPoint)] for actions in ranks]
+    messages = [[action for action in actions if isinstance(action, SENDS + RECEIVES)] for actions in ranks]
     most = max((_most_to_one(actions) for actions in messages), default=0)
     return next((bound for bound in range(LEAST, most + 1) if _comes_to_an_end(messages, bound)), LEAST)
 
 
 def _most_to_one(actions: Sequence[PointToPoint]) -> int:
-    return max(Counter((a.peer, a.direction) for a in actions if not _is_receive(a)).values(), default=0)
+    return max(Counter((a.peer, a.direction) for a in actions if isinstance(a, SENDS)).values(), default=0)
 
 
 def _comes_to_an_end(messages: Sequence[Sequence[PointToPoint]], bound: int) -> bool:
@@ -39,7 +49,7 @@ def _comes_to_an_end(messages: Sequence[Sequence[PointToPoint]], bound: int) -> 
         for rank, actions in enumerate(messages):
             before = positions[rank]
             for action in actions[before:]:
-                if _is_receive(action):
+                if isinstance(action, RECEIVES):
                     channel, change = (action.peer, rank, action.direction), -1
                 else:
                     channel, change = (rank, action.peer, action.direction), 1
@@ -49,7 +59,3 @@ def _comes_to_an_end(messages: Sequence[Sequence[PointToPoint]], bound: int) -> 
                 positions[rank] += 1
             moved |= positions[rank] != before
     return all(position == len(actions) for position, actions in zip(positions, messages, strict=True))
-
-
-def _is_receive(action: PointToPoint) -> bool:
-    return isinstance(action, (ReceiveActivation, ReceiveGradient))

@@ -41,8 +41,8 @@ Header = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Leaving:
-    """A message on its way, and the tensors that must live until it has left."""
+class _UnderWay:
+    """A message on its way, and the tensors that must live until it has left, or come."""
 
     works: list[dist.Work]
     parts: list[Tensor]
@@ -75,7 +75,9 @@ class Transport:
         self._traffic = traffic
         self._sent_headers: dict[Key, Header] = {}
         self._received_headers: dict[Key, Header] = {}
-        self._leaving: defaultdict[tuple[int, str], deque[_Leaving]] = defaultdict(deque)
+        self._leaving: defaultdict[tuple[int, str], deque[_UnderWay]] = defaultdict(deque)
+        self._coming: defaultdict[tuple[int, str], deque[_UnderWay | None]] = defaultdict(deque)
+        """Messages that have been asked for ahead; None for one that could not be."""
         self._groups = _groups(programs[0], timeout)
 
     def send(self, action: PointToPoint, tensor: Tensor, micro_batch_shape: tuple[int, ...]) -> None:
@@ -93,17 +95,37 @@ class Transport:
         self._traffic.by_group["pp"] += tensor.nbytes
         leaving.append(self._start(parts, action))
 
+    def start_receiving(self, action: PointToPoint, micro_batch_shape: tuple[int, ...]) -> None:
+        """Let the next message of the action's peer come, if its shape is known; `receive` waits for it."""
+        channel, key = (action.peer, action.direction), (action.peer, action.direction, micro_batch_shape)
+        coming = self._coming[channel]
+        # Messages come in the order in which they are asked for: none may be asked for before one that cannot be yet.
+        if self._is_announced(key) or None in coming:
+            coming.append(None)
+        else:
+            coming.append(self._ask_for(self._empty(key), action))
+
     def receive(self, action: PointToPoint, micro_batch_shape: tuple[int, ...]) -> Tensor:
         """The tensor that the action's peer sent, once it is there."""
         key = (action.peer, action.direction, micro_batch_shape)
-        if self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._received_headers:
-            header = torch.empty(2 + MAX_DIMENSIONS, dtype=torch.int64)
-            self._wait_for(header, action)
-            self._received_headers[key] = _decode(header)
+        coming = self._coming[action.peer, action.direction]
+        started = coming.popleft() if coming else None
+        if started is None:
+            if self._is_announced(key):
+                header = self._ask_for(torch.empty(2 + MAX_DIMENSIONS, dtype=torch.int64), action)
+                header.wait()
+                self._received_headers[key] = _decode(header.parts[0])
+            started = self._ask_for(self._empty(key), action)
+        started.wait()
+        return started.parts[0]
+
+    def _is_announced(self, key: Key) -> bool:
+        """Whether the next message of that kind begins with a header."""
+        return self._exchange is ShapeExchange.EVERY_MESSAGE or key not in self._received_headers
+
+    def _empty(self, key: Key) -> Tensor:
         dtype, shape = self._received_headers[key]
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        self._wait_for(tensor, action)
-        return tensor
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def end_step(self) -> None:
         """Wait until everything has left."""
@@ -114,19 +136,20 @@ class Transport:
             self._sent_headers.clear()
             self._received_headers.clear()
 
-    def _start(self, parts: list[Tensor], action: PointToPoint) -> _Leaving:
+    def _start(self, parts: list[Tensor], action: PointToPoint) -> _UnderWay:
         what = f"rank {action.peer} to take {_describe(action)}"
         with waiting_for(what):
             group = self._groups[action.direction, action.peer > dist.get_rank()]
             works = [dist.isend(part, action.peer, group=group) for part in parts]
-        return _Leaving([work for work in works if work is not None], parts, what)
+        return _UnderWay([work for work in works if work is not None], parts, what)
 
-    def _wait_for(self, tensor: Tensor, action: PointToPoint) -> None:
-        with waiting_for(f"{_describe(action)} from rank {action.peer}"):
+    def _ask_for(self, tensor: Tensor, action: PointToPoint) -> _UnderWay:
+        what = f"{_describe(action)} from rank {action.peer}"
+        with waiting_for(what):
             group = self._groups[action.direction, action.peer < dist.get_rank()]
             work = dist.irecv(tensor, action.peer, group=group)
-            assert work is not None
-            work.wait()
+        assert work is not None
+        return _UnderWay([work], [tensor], what)
 
 
 def _describe(action: PointToPoint) -> str:

@@ -26,6 +26,7 @@ from syncline.program.actions import (
     Forward,
     FreeGradients,
     OptimizerStep,
+    PointToPoint,
     ReceiveActivation,
     ReceiveGradient,
     ReduceLoss,
@@ -34,6 +35,8 @@ from syncline.program.actions import (
     ScaleLoss,
     SendActivation,
     SendGradient,
+    StartReceivingActivation,
+    StartReceivingGradient,
     WaitGather,
     WaitReduce,
     ZeroGradients,
@@ -193,6 +196,8 @@ class Worker:
             SendActivation: self._send_activation,
             ReceiveActivation: self._receive_activation,
             SendGradient: self._send_gradient,
+            StartReceivingActivation: self._start_receiving,
+            StartReceivingGradient: self._start_receiving,
             ReceiveGradient: self._receive_gradient,
             ClipGradients: self._clip_gradients,
             CheckFinite: self._check_finite,
@@ -371,6 +376,9 @@ class Worker:
         # Without a backward to come, nobody will ask for the output again.
         output = self._state.outputs[key] if torch.is_grad_enabled() else self._state.outputs.pop(key)
         self._transport.send(action, output.detach(), self._shape(action.micro_batch))
+
+    def _start_receiving(self, action: PointToPoint) -> None:
+        self._transport.start_receiving(action, self._shape(action.micro_batch))
 
     def _receive_activation(self, action: ReceiveActivation) -> None:
         hidden = self._transport.receive(action, self._shape(action.micro_batch))

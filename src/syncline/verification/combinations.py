@@ -91,6 +91,7 @@ SIDE_AXES: Mapping[str, Mapping[str, Keys]] = {
         "ZBH1, two stages a rank": {"pipeline_schedule_mode": "ZBH1", "virtual_pp_degree": 2},
         "FThenB, two stages a rank": {"pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 2},
     },
+    "messages": {"when needed": {}, "ahead": {"pipeline_parallel_config": "enable_overlap_p2p_comm"}},
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},
     "optimizer": {name: {"optim": name, "weight_decay": 0.1} for name in ("adamw", "sgd", "adafactor", "muon")},
     "clipping": {"clipped": {}, "unclipped": {"max_grad_norm": 0.0}},
@@ -165,7 +166,8 @@ def has_meaning(choices: Choices) -> bool:
     schedule = choices.get("schedule", "1F1B")
     other_schedule = schedule != "1F1B" and (pp == 1 or ("FThenB" in schedule and choices.get("k") == "k=1"))
     other_order = choices.get("order") == "sharding first" and (pp == 1 or dp * sharding == 1)
-    return not (gathers_at_once or other_schedule or other_order)
+    messages_ahead = choices.get("messages") == "ahead" and pp == 1
+    return not (gathers_at_once or other_schedule or other_order or messages_ahead)
 
 
 def combinations(**fixed: str) -> Iterator[dict[str, str]]:

@@ -18,6 +18,8 @@ from syncline.program.actions import (
     ScaleLoss,
     SendActivation,
     SendGradient,
+    StartReceivingActivation,
+    StartReceivingGradient,
 )
 from syncline.program.rules.gradients import GradientRules
 from syncline.program.rules.handlers import Handler, World
@@ -44,6 +46,8 @@ class PipelineRules:
             BackwardWeight: self._backward_weight,
             SendActivation: self._send,
             SendGradient: self._send,
+            StartReceivingActivation: self._start_receiving,
+            StartReceivingGradient: self._start_receiving,
             ReceiveActivation: self._receive,
             ReceiveGradient: self._receive,
         }
@@ -57,6 +61,8 @@ class PipelineRules:
             if self._world.updates:
                 what = f"the activations of stage {stage}, micro-batch {micro_batch} are never used"
                 raise Violation(3, rank.number, None, what)
+        for started in (each for each in rank.receiving.values() if each):
+            raise Violation(1, rank.number, started[0], "it is never waited for")
         for stage, micro_batch in sorted(rank.awaited_halves):
             what = f"the weight gradients of stage {stage}, micro-batch {micro_batch} are never computed"
             raise Violation(2, rank.number, None, what)
@@ -128,11 +134,19 @@ class PipelineRules:
             seed = found
         channel.append((action, seed))
 
+    def _start_receiving(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, PointToPoint)
+        rank.receiving.setdefault((action.peer, action.direction), []).append(action)
+
     def _receive(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, PointToPoint)
         channel = self._channels[action.peer, rank.number, action.direction]
         if not channel:
             raise Blocked
+        if started := rank.receiving.get((action.peer, action.direction)):
+            first = started.pop(0)
+            if (first.stage, first.micro_batch) != (action.stage, action.micro_batch):
+                raise Violation(1, rank.number, action, f"what it has started to receive next is {first}")
         sent, seed = channel.popleft()
         step = 1 if action.direction == "activation" else -1
         if (sent.stage + step, sent.micro_batch) != (action.stage, action.micro_batch):
