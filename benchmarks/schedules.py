@@ -102,7 +102,7 @@ class _Sleep(torch.autograd.Function):
         return input.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         time.sleep(ctx.seconds)
         ctx.take(partial(_sleep_and_add, ctx.seconds))
         return gradient, None, None, None

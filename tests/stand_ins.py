@@ -210,12 +210,16 @@ def start_worker(
     max_gradient_norm: float = 0.0,
     loss_scale: float = 1.0,
     timeout: timedelta = timedelta(seconds=30),
+    evaluation: Program | None = None,
 ) -> Worker:
-    """As `syncline.engine` starts one; without peers it needs no process group."""
+    """As `syncline.engine` starts one; without peers it needs no process group. `evaluation` is to run beside steps."""
     program: Program = build_program(strategy, model.layout(strategy), activation_bytes=0)
     verify(program)
-    collectives = Collectives([program], rank, getattr(torch, strategy.reduce_dtype), timeout)
-    transport = Transport([program], strategy.shape_exchange, CPU, collectives.traffic, timeout)
+    aside = [evaluation] if evaluation is not None else []
+    collectives = Collectives([program, *aside], rank, getattr(torch, strategy.reduce_dtype), timeout)
+    transport, *of_evaluation = (
+        Transport([each], strategy.shape_exchange, CPU, collectives.traffic, timeout) for each in (program, *aside)
+    )
     dtype = getattr(torch, strategy.parameter_dtype)
     return Worker(
         rank,
@@ -229,6 +233,7 @@ def start_worker(
         max_gradient_norm=max_gradient_norm,
         device=CPU,
         timers=strategy.timers,
+        aside=of_evaluation[0] if of_evaluation else None,
     )
 
 

@@ -273,8 +273,8 @@ def test_both_ways_down_the_ranks_and_up_again_end_with_the_same_bits(pool, topo
 @pytest.mark.parametrize("keys", [{}, BY_TENSORS, BY_SLICES, STAGE2, STAGE3], ids=str)
 def test_halved_backwards_lose_no_gradient_whatever_is_sharded(pool, keys, dtype):
     """Other tools drop weight gradients here, or never reduce them, without an error."""
-    pieces = {"whole backwards": {}, "halved": HALVED, "halved, released": {**HALVED, **RELEASE}}
-    once = {
+    pieces: Variants = {"whole backwards": {}, "halved": HALVED, "halved, released": {**HALVED, **RELEASE}}
+    once: Variants = {
         **pieces,
         "halved, after accumulation": {**HALVED, **AFTER},
         "halved, not overlapped": {**HALVED, **NO_OVERLAP},

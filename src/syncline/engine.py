@@ -74,7 +74,10 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
     reduce_dtype = getattr(torch, strategy.reduce_dtype)
     programs = [program, evaluation, prediction]
     collectives = Collectives(programs, rank, reduce_dtype, timeout)
-    transport = Transport(programs, strategy.shape_exchange, device, collectives.traffic, timeout)
+    transport, aside = (
+        Transport(those, strategy.shape_exchange, device, collectives.traffic, timeout)
+        for those in ([program], [evaluation, prediction])
+    )
     worker = Worker(
         rank,
         {stage.index: stage for stage in stages},
@@ -87,6 +90,7 @@ def start_engine(job: Job, rank: int, device: torch.device) -> Engine:
         device=device,
         loss_scale=arguments.scale_loss if strategy.scales_loss else 1.0,
         timers=strategy.timers,
+        aside=aside,
     )
     return Engine(stages, worker, evaluation, prediction)
 

@@ -15,6 +15,7 @@ from syncline.program.actions import (
     BackwardInput,
     BackwardWeight,
     ClipGradients,
+    Computation,
     Forward,
     PointToPoint,
     ReduceReplicated,
@@ -74,7 +75,7 @@ def test_every_stage_computes_every_micro_batch_once(schedule, positions):
                 whole = [place.get(kind(stage, m)) for kind in (Forward, Backward)]
                 halved = [place.get(kind(stage, m)) for kind in HALVES]
                 (places,) = (found for found in (whole, halved) if None not in found)
-                assert places == sorted(places)
+                assert places == sorted(place for place in places if place is not None)
             assert sum(isinstance(action, Forward) for action in order) == len(stages) * micro_batches
 
 
@@ -83,7 +84,7 @@ def test_one_stage_a_rank_is_the_papers_1f1b():
     for positions, micro_batches in product((1, 2, 4, 8), MICRO_BATCHES):
         for position in range(positions):
             warm_up = min(positions - position - 1, micro_batches)
-            expected = [Forward(position, m) for m in range(warm_up)]
+            expected: list[Computation] = [Forward(position, m) for m in range(warm_up)]
             for m in range(warm_up, micro_batches):
                 expected += [Forward(position, m), Backward(position, m - warm_up)]
             expected += [Backward(position, m) for m in range(micro_batches - warm_up, micro_batches)]

@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.program.actions import ReceiveActivation, ReceiveGradient, SendActivation, SendGradient
+from syncline.program.actions import (
+    Action,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    StartReceivingActivation,
+)
+from syncline.program.build import build_forward_program
 from syncline.runtime.collectives import Traffic
 from syncline.runtime.failures import CommunicationError
 from syncline.runtime.transport import Transport
@@ -130,6 +139,27 @@ def test_a_pipeline_trains_on_sequences_of_changing_length(pool):
             assert weights == {name: expected[name] for name in weights}, mode
 
 
+def ask_ahead(rank: int, world_size: int) -> None:
+    """Rank 1 asks for three messages of two shapes before it takes the first; only what it knows can come ahead."""
+    transport = Transport([TWO_STAGES], ShapeExchange.ONCE, CPU, Traffic(), TIMEOUT)
+    shapes = ((2, 5), (2, 5), (1, 3), (2, 5))
+    for step in range(2):
+        if rank == 1:
+            for index, shape in enumerate(shapes):
+                transport.start_receiving(StartReceivingActivation(1, index, 0), shape)
+        for index, shape in enumerate(shapes):
+            expected = hidden_states(shape, step, index, torch.float32)
+            if rank == 0:
+                transport.send(SendActivation(0, index, 1), expected, shape)
+            else:
+                assert torch.equal(transport.receive(ReceiveActivation(1, index, 0), shape), expected)
+        transport.end_step()
+
+
+def test_messages_may_be_asked_for_ahead_before_their_shape_is_known(pool):
+    pool.run(2, ask_ahead)
+
+
 def wait_in_vain(rank: int, world_size: int) -> str:
     """Rank 1 waits for what rank 0 never sends, although rank 0 is alive."""
     transport = Transport([TWO_STAGES], ShapeExchange.ONCE, CPU, Traffic(), timedelta(seconds=1))
@@ -145,6 +175,39 @@ def wait_in_vain(rank: int, world_size: int) -> str:
 def test_a_message_that_does_not_come_is_named(pool):
     _, message = pool.run(2, wait_in_vain)
     assert "rank 1 waited for the activation of micro-batch 3 at stage 1 from rank 0, which did not come" in message
+
+
+def evaluated_while_messages_travel(rank: int, world_size: int, strategy: Strategy) -> list[Any]:
+    """The weights after two steps, and the losses of an evaluation in the midst of each, if there is one."""
+    model = Weights(stages=(("first",), ("second",)))
+    program = build_forward_program(strategy, model.layout(strategy), 3, activation_bytes=0)
+    # Rank 0 has sent two activations, of which rank 1 has taken one, and is receiving the other if it does so ahead.
+    moment = SendActivation(0, 1, 1) if rank == 0 else Forward(1, 0)
+    given = [Token(1.0, 0), Token(2.0, 1)]
+    found: list[Any] = []
+    for evaluates in (False, True):
+        losses: list[float] = []
+        worker = start_worker(rank, strategy, model, evaluation=program)
+
+        def observe(action: Action, worker=worker, evaluates=evaluates, losses=losses) -> None:
+            if evaluates and action == moment:
+                losses.append(float(worker.evaluate(program, [micro_batch_of(given)] * 3).loss))
+
+        for step in range(2):
+            worker.step([micro_batch_of([Token(4.0, index % 2)]) for index in range(3)], 0.25 * step, observe)
+        (stage,) = worker.stages.values()
+        found.append(({name: weight.tolist() for name, weight in stage.parameters_by_name().items()}, losses))
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["when needed", "ahead"])
+def test_an_evaluation_does_not_take_the_messages_of_the_step_around_it(pool, ahead):
+    strategy = exact(Strategy(topology=Topology(pp=2), micro_batches=3, receive_ahead=ahead))
+    for undisturbed, evaluated in pool.run(2, evaluated_while_messages_travel, strategy):
+        assert evaluated[0] == undisturbed[0]
+        assert undisturbed[1] == []
+        # Weights are 1 in both: the first step has moved nothing.
+        assert evaluated[1] == [3 * (1.0 + 2.0)] * 2
 
 
 def reduce_alone(rank: int, world_size: int) -> str:

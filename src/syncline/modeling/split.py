@@ -67,8 +67,9 @@ def plan_split(model: PreTrainedModel, stages: int, segmentation: Segmentation =
     outside = [name for name, child in model.named_children() if child is not model.base_model]
     before, after = tuple(names[:position]), (*names[position + 1 :], *outside)
     layers = list(model.get_submodule(names[position]).children())
-    outer = ([model.get_submodule(name) for name in part] for part in (before, after))
-    plan = SplitPlan(stages, before, names[position], assign_layers(layers, *outer, stages, segmentation), after)
+    first, last = ([model.get_submodule(name) for name in part] for part in (before, after))
+    ranges = assign_layers(layers, first, last, stages, segmentation)
+    plan = SplitPlan(stages, before, names[position], ranges, after)
     _refuse_unowned(model, plan)
     _refuse_shared_layers(model, plan)
     return plan

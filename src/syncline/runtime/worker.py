@@ -157,13 +157,18 @@ class Worker:
         device: torch.device,
         loss_scale: float = 1.0,
         timers: bool = False,
+        aside: Transport | None = None,
     ) -> None:
+        """`aside` carries the messages of programs that run beside the step, by default as the step's own are: then
+        none of the step's may be under way when another program begins.
+        """
         self.rank = rank
         self.stages = stages
         self.program = program
         self._device = device
         self._collectives = collectives
         self._transport = transport
+        self._aside = aside or transport
         self._max_gradient_norm = max_gradient_norm
         self._timers = timers
         self._state = _StepState((), 0.0, Stage.__call__)
@@ -241,12 +246,13 @@ class Worker:
 
     def _run_aside(self, program: Program, state: _StepState) -> StepResult:
         """Run another program on the same stages, and leave everything as it was."""
-        suspended, clock = self._state, self._clock
+        suspended, clock, transport = self._state, self._clock, self._transport
         actions = program.ranks[self.rank]
         state.inside = _actions_inside(actions)
+        self._transport = self._aside
         with self._collectives.traffic.aside(), self.parameters.at_rest():
             result = self._run(actions, state)
-        self._state, self._clock = suspended, clock
+        self._state, self._clock, self._transport = suspended, clock, transport
         return result
 
     def _settle_loss_scale(self) -> None:
