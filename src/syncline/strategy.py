@@ -209,6 +209,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
             *no_effect_warnings(arguments, topology),
             *flag_warnings,
             *_warnings(arguments, topology, flags, sync),
+            *_schedule_warnings(arguments, flags, schedule),
         ),
     )
 
@@ -303,8 +304,10 @@ def _virtual_stages(arguments: TrainingArguments, topology: Topology, schedule: 
     if schedule not in V_SHAPED:
         return asked
     if asked > 2:
+        by_flag = arguments.pipeline_schedule_mode != schedule
+        given = "pipeline_parallel_config=use_dualpipev" if by_flag else f"pipeline_schedule_mode={schedule}"
         raise UserError(
-            f"pipeline_schedule_mode={schedule} and virtual_pp_degree={asked}",
+            f"{given} and virtual_pp_degree={asked}",
             "the model runs down the ranks once and up again, so each of them has two stages",
             "Leave virtual_pp_degree out, or write pipeline_schedule_mode: ZBH1, which takes any number.",
         )
@@ -450,11 +453,20 @@ def _warnings(
             "gradient_sync: every_micro_batch to hold shards only, for k times the bytes, or gradient_sync: "
             "last_micro_batch to keep it so."
         )
-    if "enable_split_backward" in flags and arguments.pipeline_schedule_mode in HALVED:
-        schedule = arguments.pipeline_schedule_mode
+    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} <= flags:
+        yield "enable_clear_every_step_cache has no effect here: disable_p2p_cache_shape sends every shape anyway."
+
+
+def _schedule_warnings(arguments: TrainingArguments, flags: frozenset[str], schedule: str) -> Iterator[str]:
+    """What has no effect, or less than one would think, under the schedule."""
+    made_it_halve = schedule == "ZBH1" != arguments.pipeline_schedule_mode
+    if "enable_split_backward" in flags and not made_it_halve:
         yield f"enable_split_backward has no effect here: {schedule} halves backwards anyway."
     for flag in sorted(flags & set(RECEIVE_AHEAD_FLAGS)):
         if "disable_p2p_cache_shape" in flags:
             yield f"{flag} has no effect here: disable_p2p_cache_shape lets nothing come before its shape is known."
-    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} <= flags:
-        yield "enable_clear_every_step_cache has no effect here: disable_p2p_cache_shape sends every shape anyway."
+    if arguments.recompute and schedule in HALVED:
+        yield (
+            f"recompute saves less under {schedule}: between the halves of a backward the inputs of all linear layers "
+            "are held, recomputed or not. pipeline_schedule_mode: 1F1B holds none of them."
+        )

@@ -17,8 +17,8 @@ from syncline.program.actions import (
     ClipGradients,
     Computation,
     Forward,
-    PointToPoint,
     ReduceReplicated,
+    SendActivation,
 )
 from syncline.program.costs import COSTS, bubble_fraction
 from syncline.program.messages import messages_in_flight
@@ -215,9 +215,10 @@ class TestMessagesInFlight:
             verify(replace(program, messages_in_flight=4))
 
     def test_what_nobody_sends_is_left_to_the_verifier(self):
-        ranks = [[a for a in actions if not isinstance(a, PointToPoint)] for actions in step(2, 1, 2).ranks[:1]]
-        ranks.append([a for a in step(2, 1, 2).ranks[1] if isinstance(a, PointToPoint)])
-        assert messages_in_flight(ranks) == 2
+        ranks = dict(enumerate(step(8, 2, 23).ranks))
+        assert messages_in_flight(ranks) == 5
+        lost = next(action for action in ranks[0] if isinstance(action, SendActivation))
+        assert messages_in_flight({**ranks, 0: [action for action in ranks[0] if action != lost]}) == 2
 
 
 class TestHalvedBackwards:
@@ -260,19 +261,19 @@ class TestHalvedBackwards:
         assert "it comes before the first half of its backward" in self.broken(swapped)
 
     def test_a_reduction_before_the_last_weight_half(self):
-        program = small_program(Strategy(topology=Topology(pp=2, dp=2), micro_batches=2, schedule="ZBH1"))
+        strategy = Strategy(topology=Topology(pp=2, dp=2), micro_batches=2, schedule="ZBH1", overlap=False)
         last = BackwardWeight(1, 1)
 
-        def early(rank, actions):
-            """The last weight half moves behind the reductions that it starts."""
+        def late(rank, actions):
+            """The last weight half moves behind the reductions that wait for it."""
             if last not in actions:
                 return actions
             rest = [action for action in actions if action != last]
             clip = next(i for i, action in enumerate(rest) if isinstance(action, ClipGradients))
             return [*rest[:clip], last, *rest[clip:]]
 
-        with pytest.raises(Violation):
-            verify(program.map_ranks(early))
+        with pytest.raises(Violation, match=r"micro-batch 1 of bucket . was not reduced over dp"):
+            verify(small_program(strategy).map_ranks(late))
 
 
 class TestCopiesOnOneRank:

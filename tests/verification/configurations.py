@@ -88,11 +88,11 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
 }
 
 
-def keys_of(choice: Mapping[str, Any]) -> Keys:
+def keys_of(choice: Mapping[str, Any], options: Mapping[str, Mapping[str, Keys]] = OPTIONS) -> Keys:
     """The arguments that the chosen value of each option stands for; flags of one key are joined."""
     keys: Keys = {"model_config": dict(LLAMA)}
     for option, value in choice.items():
-        for key, setting in OPTIONS[option][value].items():
+        for key, setting in options[option][value].items():
             if key.startswith("model_config."):
                 keys["model_config"][key.partition(".")[2]] = setting
             elif key.endswith("_parallel_config"):

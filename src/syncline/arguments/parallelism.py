@@ -74,7 +74,7 @@ class ParallelismArguments:
         1,
         "Ranks of a pipeline, which hold consecutive layers.",
         effect="sends and receives of activations and gradients between stages, in the order of the schedule",
-        cost="A rank holds a share of the layers; of the step, (stages - 1) / (k + stages - 1) is bubble.",
+        cost="A rank holds a share of the layers; of the step, (ranks - 1) / (k + ranks - 1) is bubble under 1F1B.",
         minimum=1,
         unset=-1,
         aliases=("pipeline_parallel_size",),
@@ -104,8 +104,9 @@ class ParallelismArguments:
         "name), `FThenB`, or with halved backwards `ZBH1`, `ZBV` and `DualPipeV`. The last two give each rank two "
         "stages, and the model runs down the ranks and up again.",
         effect="the order of all compute actions",
-        cost="1F1B holds the activations of at most as many micro-batches as stages follow; FThenB of all k. ZBH1 lets "
-        "every rank hold as much as the first one does, and ranks wait a third of 1F1B's time.",
+        cost="1F1B holds the activations of at most as many micro-batches as there are ranks from here on; FThenB of "
+        "all k. ZBH1 lets every rank hold as much as the first one does, and ranks wait a third of 1F1B's time. See "
+        "[schedules](schedules.md).",
         choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
     )
     tensor_parallel_degree: int = _option(

@@ -110,8 +110,8 @@ class Backward(Action):
 class BackwardInput(Action):
     """The first half of a backward: the gradient of the stage's input.
 
-    What the other half needs is kept until then: of every matrix the layer's input and the gradient of its output, of
-    every other weight its gradient.
+    What the other half needs is kept until then: of a plain linear layer or embedding its input and the gradient of its
+    output, of every other weight the gradient itself.
     """
 
     stage: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from syncline.program.actions import (
     Action,
@@ -23,15 +23,18 @@ neighbour, busy delivering a gradient, could take it.
 """
 
 
-def messages_in_flight(ranks: Sequence[Sequence[Action]]) -> int:
+def messages_in_flight(pipeline: Mapping[int, Sequence[Action]]) -> int:
     """The least bound, from `LEAST` on, on messages under way from one rank to another in one direction with which
-    every send is received; `LEAST` when none helps.
+    every send is received; `LEAST` when none helps. `pipeline` has the actions of the ranks of one pipeline.
 
     The bound is what a sender keeps alive. A rank with several stages may have to send the outputs of one stage while
     the receiver is still busy with the rest of its group of micro-batches at the stage before.
     """
-    messages = [[action for action in actions if isinstance(action, SENDS + RECEIVES)] for actions in ranks]
-    most = max((_most_to_one(actions) for actions in messages), default=0)
+    messages = {
+        rank: [action for action in actions if isinstance(action, SENDS + RECEIVES)]
+        for rank, actions in pipeline.items()
+    }
+    most = max(map(_most_to_one, messages.values()))
     return next((bound for bound in range(LEAST, most + 1) if _comes_to_an_end(messages, bound)), LEAST)
 
 
@@ -39,14 +42,14 @@ def _most_to_one(actions: Sequence[PointToPoint]) -> int:
     return max(Counter((a.peer, a.direction) for a in actions if isinstance(a, SENDS)).values(), default=0)
 
 
-def _comes_to_an_end(messages: Sequence[Sequence[PointToPoint]], bound: int) -> bool:
+def _comes_to_an_end(messages: Mapping[int, Sequence[PointToPoint]], bound: int) -> bool:
     """Whether all ranks get through their messages when at most `bound` wait in each channel."""
     under_way: Counter[tuple[int, int, str]] = Counter()
-    positions = [0] * len(messages)
+    positions = dict.fromkeys(messages, 0)
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(messages):
+        for rank, actions in messages.items():
             before = positions[rank]
             for action in actions[before:]:
                 if isinstance(action, RECEIVES):
@@ -58,4 +61,4 @@ def _comes_to_an_end(messages: Sequence[Sequence[PointToPoint]], bound: int) -> 
                 under_way[channel] += change
                 positions[rank] += 1
             moved |= positions[rank] != before
-    return all(position == len(actions) for position, actions in zip(positions, messages, strict=True))
+    return all(positions[rank] == len(actions) for rank, actions in messages.items())

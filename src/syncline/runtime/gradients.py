@@ -22,6 +22,7 @@ from syncline.program.actions import (
     ZeroGradients,
 )
 from syncline.program.factors import Factor
+from syncline.program.layout import Bucket
 from syncline.program.program import Program
 from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
 from syncline.runtime.collectives import Collectives
@@ -99,14 +100,23 @@ class Gradients:
             yield put_off
         for bucket in buckets:
             put_off += [(parameter, partial(_add, gradient)) for parameter, gradient in bucket.take_apart()]
+        # Bucket by bucket, as a whole backward fills them: so the second half can reduce one while it fills the next.
+        put_off.sort(key=lambda each: self._bucket_of_weight(each[0]).fills, reverse=True)
 
+    @torch.no_grad()
     def add(self, put_off: PutOff, inside: Sequence[Action]) -> None:
-        """Add what the first half of a backward has put off; `inside` as above."""
+        """Add what the first half of a backward has put off, and drop it piece by piece; `inside` as above."""
         self._queue.arm(self._own(inside), Counter(self._bucket_of[id(weight)] for weight, _ in put_off))
-        for weight, add in put_off:
+        put_off.reverse()
+        while put_off:
+            weight, add = put_off.pop()
             add(self.main_gradient(weight))
+            del add
             self._queue.count(self._bucket_of[id(weight)])
         self._queue.finish()
+
+    def _bucket_of_weight(self, weight: Tensor) -> Bucket:
+        return self.buckets[self._bucket_of[id(weight)]].bucket
 
     def _own(self, inside: Sequence[Action]) -> list[Action]:
         return [action for action in inside if type(action) in self.handlers]

@@ -55,6 +55,17 @@ class WeightGradients:
             self._put_off = None
 
 
+def share_left_to_autograd(model: nn.Module) -> float:
+    """The share of the model's parameters, by elements, whose gradients layers do not give away themselves."""
+    own = {p for m in model.modules() if _gives_gradient(m) for p in m.parameters(recurse=False) if p.dim() == 2}
+    every = set(model.parameters())
+    return sum(p.numel() for p in every - own) / max(1, sum(p.numel() for p in every))
+
+
+def _gives_gradient(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or (type(module) is nn.Embedding and _is_plain(module))
+
+
 def accumulate_in_products(
     model: nn.Module, gradients: WeightGradients, dtype: torch.dtype, *, every_dtype: bool = False
 ) -> None:

@@ -28,7 +28,7 @@ from syncline.strategy import ShapeExchange
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 MAX_DIMENSIONS = 6
-UP, DOWN = True, False
+TO_HIGHER, TO_LOWER = True, False
 """Whether the receiver is the higher rank."""
 
 Key = tuple[int, str, tuple[int, ...]]
@@ -159,9 +159,9 @@ def _describe(action: PointToPoint) -> str:
 def _groups(program: Program, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
     """The communicators of the own pipeline; groups are created by all ranks of the world together."""
     groups: dict[Lane, dist.ProcessGroup] = {}
-    lanes: list[Lane] = [("activation", UP), ("gradient", DOWN)]
-    if program.placement.per_position > 1:  # From the last rank of a pipeline it goes back to the first.
-        lanes += [("activation", DOWN), ("gradient", UP)]
+    lanes: list[Lane] = [("activation", TO_HIGHER), ("gradient", TO_LOWER)]
+    if program.placement.per_position > 1:  # Messages go back as well, to the next stage.
+        lanes += [("activation", TO_LOWER), ("gradient", TO_HIGHER)]
     if program.topology.pp == 1:
         return groups
     for lane in lanes:

@@ -330,7 +330,10 @@ class Worker:
     def _forward(self, action: Forward) -> None:
         key = (action.stage, action.micro_batch)
         stage = self.stages[action.stage]
-        micro_batch, received = self._state.micro_batches[action.micro_batch], self._state.inputs.get(key)
+        # A backward will look for its input's gradient; without one to come nobody asks for the input again.
+        inputs = self._state.inputs
+        received = inputs.get(key) if torch.is_grad_enabled() else inputs.pop(key, None)
+        micro_batch = self._state.micro_batches[action.micro_batch]
         with self.parameters.used_by(self._state.inside.get(action, ())):
             output = self._state.compute(stage, micro_batch, received)
         if stage.is_last and output.dim() == 0:

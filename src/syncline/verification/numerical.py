@@ -21,6 +21,7 @@ from syncline.job import Job, describe_job, in_float64
 from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
 from syncline.modeling.materialise import materialise
 from syncline.modeling.shrink import shrink_config
+from syncline.modeling.split import plan_split
 from syncline.runtime.worker import StepResult
 from syncline.strategy import Normalization, resolve_strategy
 from syncline.update_rules import group_members, update_rules
@@ -87,6 +88,9 @@ def verification_job(arguments: TrainingArguments) -> Job:
     if arguments.freeze_parameters or arguments.parameter_groups:
         # Refused as training would refuse them: the small model has other layers.
         update_rules(build_meta_model(full_config, attention), arguments)
+    if strategy.placement.stages > 1:
+        # The same for the layers of its stages.
+        plan_split(build_meta_model(full_config, attention), strategy.placement.stages, arguments.pp_seg_method)
     small_model = _small_model(config, attention)
     small_groups = zip(arguments.parameter_groups, group_members(small_model, arguments.parameter_groups), strict=True)
     small = replace(

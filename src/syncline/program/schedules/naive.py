@@ -87,7 +87,8 @@ def _program(
     sizes: Sizes,
     ranks: Sequence[Sequence[Action]],
 ) -> Program:
-    in_flight = messages_in_flight(ranks)
+    # All pipelines are alike.
+    in_flight = messages_in_flight({rank: ranks[rank] for rank in topology.group(0, ("pp",))})
     return Program(topology, placement, layout, micro_batches, ONE, sizes, tuple(map(tuple, ranks)), in_flight)
 
 
