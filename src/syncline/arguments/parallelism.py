@@ -106,7 +106,7 @@ class ParallelismArguments:
         effect="the order of all compute actions",
         cost="1F1B holds the activations of at most as many micro-batches as there are ranks from here on; FThenB of "
         "all k. ZBH1 lets every rank hold as much as the first one does, and ranks wait a third of 1F1B's time. See "
-        "[schedules](schedules.md).",
+        "docs/schedules.md.",
         choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
     )
     tensor_parallel_degree: int = _option(
