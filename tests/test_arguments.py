@@ -417,6 +417,7 @@ def values_of(option: Option) -> st.SearchStrategy:
     if option.parse:
         return {
             "sharding": st.sampled_from(["stage1", "stage2 offload"]),
+            "pp_seg_method": st.sampled_from(["uniform", "layer:Decoder.*Layer", "8,8,6"]),
             "parameter_groups": st.lists(
                 st.fixed_dictionaries({"pattern": st.just("norm")}, optional={"weight_decay": st.floats(0, 1)})
             ),

@@ -339,6 +339,10 @@ class TestPrecision:
         assert "float64" in refusal(gradient_reduce_dtype="float64").given
 
 
+def test_recomputing_scores_alone_is_refused():
+    assert "full_attn" in refusal(recompute=True, recompute_granularity="core_attn").instead
+
+
 class TestPipeline:
     @pytest.mark.parametrize(
         ("flags", "exchange"),
@@ -507,7 +511,6 @@ REFUSED_NOW = {
     "sharding": "stage2 offload",
     "tensor_parallel_degree": 2,
     "sep_parallel_degree": 2,
-    "recompute_granularity": "core_attn",
     "save_strategy": "steps",
     "save_steps": 100,
     "resume_from_checkpoint": "outputs/checkpoint-5",
@@ -540,6 +543,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"hybrid_parallel_topo_order": "sharding_first"}, "hybrid_parallel_topo_order"),
     ({"pipeline_schedule_mode": "FThenB"}, "pipeline_schedule_mode"),
     ({"pipeline_schedule_mode": "FThenB", "pipeline_parallel_degree": 2}, "pipeline_schedule_mode"),
+    ({"recompute_granularity": "full_attn"}, "recompute_granularity"),
+    ({"recompute_interval": 2}, "recompute_interval"),
     ({"pp_seg_method": "layer:Decoder"}, "pp_seg_method"),
     ({"virtual_pp_degree": 2}, "virtual_pp_degree"),
     ({"virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"}, "pipeline_schedule_mode"),
@@ -605,6 +610,7 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {"pipeline_parallel_degree": 2, "virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBH1", "pp_seg_method": "3,5"},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBV"},
+    {"recompute": True, "recompute_granularity": "full_attn", "recompute_interval": 2},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "DualPipeV", "virtual_pp_degree": 2},
     {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
     {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},

@@ -15,6 +15,7 @@ from syncline.job import Job
 from syncline.modeling.gated_mlp import fuse_gated_mlps
 from syncline.modeling.materialise import materialise
 from syncline.modeling.norms import fuse_norms
+from syncline.modeling.recompute import enable_recompute
 from syncline.modeling.split import cut
 from syncline.modeling.stage import Stage
 from syncline.program.build import build_forward_program
@@ -104,7 +105,7 @@ def build_stage(job: Job, index: int, device: torch.device) -> Stage:
     if folder is not None:
         load_weights(local_folder(folder), stage)
     if job.arguments.recompute:
-        stage.enable_recompute()
+        enable_recompute(stage.model, job.arguments.recompute_granularity, job.arguments.recompute_interval)
     frozen = {spec.name for spec in job.layout.specs if spec.stage == index and spec.frozen}
     for name, parameter in stage.parameters_by_name().items():
         parameter.requires_grad_(name not in frozen)

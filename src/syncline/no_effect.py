@@ -136,6 +136,8 @@ NO_EFFECT = (
     NoEffect("scale_loss", lambda a, t: a.dtype != "float16", "losses are scaled up only under float16"),
     NoEffect("amp_master_grad", lambda a, t: not _in_16_bits(a), "only parameters in 16 bits need master gradients"),
     NoEffect("fp16_opt_level", lambda a, t: not _in_16_bits(a), "parameters are not in 16 bits"),
+    NoEffect("recompute_granularity", lambda a, t: not a.recompute, "recompute is false"),
+    NoEffect("recompute_interval", lambda a, t: not a.recompute, "recompute is false"),
     NoEffect("num_train_epochs", lambda a, t: a.max_steps > 0, "max_steps decides how long training takes"),
     NoEffect("warmup_ratio", lambda a, t: a.warmup_steps > 0, "warmup_steps decides the warm-up"),
     NoEffect("warmup_steps", lambda a, t: a.lr_scheduler_type == "constant", "the learning rate is constant"),

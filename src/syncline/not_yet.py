@@ -25,9 +25,6 @@ NOT_YET = (
     NotYet("sharding", "with offload", lambda a: "offload" in a.sharding, Arrival.OFFLOAD),
     NotYet("tensor_parallel_degree", "more than 1", lambda a: a.tensor_parallel_degree > 1, Arrival.TENSOR),
     NotYet("sep_parallel_degree", "more than 1", lambda a: a.sep_parallel_degree > 1, Arrival.SEQUENCE),
-    NotYet(
-        "recompute_granularity", "full_attn, core_attn", lambda a: a.recompute_granularity != "full", Arrival.RECOMPUTE
-    ),
     NotYet("save_strategy", "steps, epoch", lambda a: a.save_strategy in ("steps", "epoch"), Arrival.CHECKPOINTS),
     NotYet(
         "save_steps",

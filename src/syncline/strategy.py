@@ -177,6 +177,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     refuse_not_yet(arguments)
     topology = _topology(arguments)
     _refuse_slices_of_whole_tensors(arguments, topology)
+    _refuse_core_attention(arguments)
     flags, flag_warnings = acting_flags(arguments, topology)
     _refuse_sums_and_averages(arguments, topology)
     schedule = _schedule(arguments, topology, flags)
@@ -388,6 +389,15 @@ def _refuse_slices_of_whole_tensors(arguments: TrainingArguments, topology: Topo
         f"{arguments.optim} looks at each parameter as a whole, and flat slices cut through parameters",
         "Write sharding: stage1 without split_param, which divides by whole tensors, or optim: adamw.",
     )
+
+
+def _refuse_core_attention(arguments: TrainingArguments) -> None:
+    if arguments.recompute and arguments.recompute_granularity == "core_attn":
+        raise UserError(
+            "recompute_granularity=core_attn",
+            "only eager attention keeps scores that could be dropped; every other kernel computes them again anyway",
+            "Write attn_implementation: sdpa and leave recompute off, or recompute_granularity: full_attn.",
+        )
 
 
 def _refuse_sums_and_averages(arguments: TrainingArguments, topology: Topology) -> None:

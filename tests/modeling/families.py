@@ -43,3 +43,13 @@ def random_micro_batch(seed: int = 0) -> MicroBatch:
     labels[0, :3] = IGNORED_LABEL
     positions = torch.stack([torch.arange(20), torch.cat([torch.arange(12), torch.arange(8)])])
     return MicroBatch(tokens[:, :-1], labels, positions)
+
+
+def assert_same(found, expected, tolerance: float = 1e-12) -> None:
+    """Two pairs of a loss and gradients by name; the tolerance is relative to the largest gradient."""
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    found_gradients, expected_gradients = found[1], expected[1]
+    assert found_gradients.keys() == expected_gradients.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    for name, gradient in expected_gradients.items():
+        assert (found_gradients[name] - gradient).abs().max() <= tolerance * largest, name

@@ -17,6 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from syncline.modeling.check import run_chained
 from syncline.modeling.norms import fuse_norms
+from syncline.modeling.recompute import enable_recompute
 from syncline.verification.double import InFloat64, recompute_in_float64
 from tests.modeling.families import random_micro_batch, tiny_config, tiny_model, tiny_stages
 
@@ -284,7 +285,7 @@ def test_recomputed_layers_have_the_same_gradients():
         stages = tiny_stages(config, 1), tiny_stages(config, 1)
         for (stage,) in stages:
             fuse_norms(stage)
-        stages[1][0].enable_recompute()
+        enable_recompute(stages[1][0].model)
         recompute_in_float64(stages[1][0])
         (loss, expected), (found_loss, found) = (run_chained(each, micro_batch) for each in stages)
     assert torch.equal(found_loss, loss)

@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from syncline.errors import UserError
 from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
 from syncline.modeling.check import run_chained
-from tests.modeling.families import FAMILIES, SPLIT_FAMILIES, random_micro_batch, tiny_config, tiny_model, tiny_stages
+from tests.modeling.families import (
+    FAMILIES,
+    SPLIT_FAMILIES,
+    assert_same,
+    random_micro_batch,
+    tiny_config,
+    tiny_model,
+    tiny_stages,
+)
 
 
 def run_whole(model, micro_batch):
@@ -18,15 +25,6 @@ def run_whole(model, micro_batch):
     )
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same(found, expected, tolerance=1e-12):
-    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
-    found_gradients, expected_gradients = found[1], expected[1]
-    assert found_gradients.keys() == expected_gradients.keys()
-    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
-    for name, gradient in expected_gradients.items():
-        assert (found_gradients[name] - gradient).abs().max() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -60,34 +58,6 @@ def test_a_padding_mask_reaches_every_stage():
     stages = [stage.eval() for stage in tiny_stages(config, 3)]
     hidden = stages[1](masked, stages[0](masked))
     torch.testing.assert_close(stages[2].logits(masked, hidden), expected.logits, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
-def test_recompute_changes_no_gradient(family):
-    config = tiny_config(family, layers=4)
-    micro_batch = random_micro_batch()
-    expected = run_chained(tiny_stages(config, 2), micro_batch)
-    stages = tiny_stages(config, 2)
-    calls: list[None] = []
-    for stage in stages:
-        stage.enable_recompute()
-        layer = next(
-            module
-            for module in stage.modules()
-            if getattr(module, "gradient_checkpointing", None) is True and not hasattr(module, "layers")
-        )
-        next(layer.children()).register_forward_hook(lambda *_: calls.append(None))
-    found = run_chained(stages, micro_batch)
-    assert len(calls) == 4, "one layer of each of two stages, forward and recomputed"
-    assert_same(found, expected, tolerance=0)
-
-
-def test_recompute_is_refused_where_the_model_cannot():
-    config = tiny_config("llama")
-    (stage,) = tiny_stages(config, 1)
-    stage.model.supports_gradient_checkpointing = False
-    with pytest.raises(UserError, match="does not support gradient checkpointing"):
-        stage.enable_recompute()
 
 
 def test_hidden_states_are_let_go_after_the_forward():

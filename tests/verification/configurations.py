@@ -84,7 +84,12 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         },
     },
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},
-    "recompute": {"stored": {}, "recomputed": {"recompute": True}},
+    "recompute": {
+        "stored": {},
+        "recomputed": {"recompute": True},
+        "attention recomputed": {"recompute": True, "recompute_granularity": "full_attn"},
+        "every other layer recomputed": {"recompute": True, "recompute_interval": 2},
+    },
 }
 
 

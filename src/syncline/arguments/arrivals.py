@@ -15,7 +15,6 @@ class Arrival(Enum):
         "checkpoints",
         "The trained model is saved at the end as a Hugging Face folder; leave this key out now",
     )
-    RECOMPUTE = ("selective recomputation", "Use recompute_granularity: full now")
 
     def __init__(self, title: str, instead: str) -> None:
         self.title = title

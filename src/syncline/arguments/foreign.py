@@ -105,7 +105,7 @@ REFUSALS = {
     "optim_args": Refusal(_OFF, "the optimizer has flat keys", "Write adam_beta1, muon_momentum and so on."),
     "optim_target_modules": Refusal(_OFF, "groups of parameters are chosen by name", "Write parameter_groups."),
     "parallelism_config": Refusal(_OFF, "degrees are flat keys", _USE_DEGREES),
-    "refined_recompute": Refusal(_OFF, "arrives with selective recomputation", "Use recompute: true now."),
+    "refined_recompute": Refusal(_OFF, "layers are chosen by their number", "Write recompute_interval: 2, for one."),
     "sequence_parallel_config": Refusal(
         _OFF, "arrives with tensor parallelism", "Write its flags in data_parallel_config now."
     ),

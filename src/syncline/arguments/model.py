@@ -86,7 +86,16 @@ class ModelArguments:
     )
     recompute_granularity: str = _option(
         "full",
-        "What recompute drops: `full`, a whole layer. `full_attn` and `core_attn` arrive with selective recomputation.",
-        cost="`full` saves the most memory.",
+        "What recompute drops: `full`, a whole layer, or `full_attn`, its attention.",
+        effect="the same actions; each backward takes one more forward of so much",
+        cost="`full` saves the most memory, `full_attn` costs the least compute.",
         choices=("full", "full_attn", "core_attn"),
+    )
+    recompute_interval: int = _option(
+        1,
+        "Every so-many-th layer is recomputed, counted from the first.",
+        effect="the same actions; each backward takes one more forward of so many layers",
+        cost="Activations of the other layers for their compute.",
+        minimum=1,
+        aliases=("pp_recompute_interval",),
     )

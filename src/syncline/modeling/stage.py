@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from syncline.errors import UserError
 from syncline.modeling.batch import MicroBatch
 from syncline.modeling.loss import token_loss_sum
 from syncline.modeling.passthrough import Injector
@@ -77,19 +76,6 @@ class Stage(nn.Module):
         """Logits (batch, sequence, vocabulary) in the model's dtype. On the last stage only; labels are not read."""
         assert self.is_last, "only the last stage has logits"
         return self._run(self.model, micro_batch, hidden).logits
-
-    def enable_recompute(self) -> None:
-        """Recompute each layer's activations in the backward. Raises `UserError` when the model cannot."""
-        # Before transformers 5.21 (the last for Python 3.10 is 5.20) the method has its older name.
-        newer = getattr(self.model, "activation_checkpointing_enable", None)
-        try:
-            (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        except ValueError as error:
-            raise UserError(
-                f"recompute with {type(self.model).__name__}",
-                "transformers does not support gradient checkpointing for this model",
-                "Leave recompute off",
-            ) from error
 
     def _run(self, model: PreTrainedModel, micro_batch: MicroBatch, hidden: Tensor | None) -> Any:
         arguments: dict[str, Tensor | None] = {"attention_mask": micro_batch.attention_mask}
