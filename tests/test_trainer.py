@@ -290,3 +290,6 @@ def test_timers_write_when_each_action_ran(pool, text: Path, tmp_path: Path):
     assert {entry["step"] for entry in entries} == {1, 2}
     assert {"forward", "backward", "reduce_gradients", "optimizer_step"} <= {entry["action"] for entry in entries}
     assert all(entry["end"] >= entry["start"] for entry in entries)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events} == {0, 1}
+    assert sum(event["name"] == "backward 1" for event in events) == 2 * 2

@@ -13,6 +13,8 @@ from typing import Any
 from syncline.arguments import TrainingArguments, resolved_yaml
 from syncline.callbacks import Evaluation
 from syncline.errors import UserError
+from syncline.program.program import Program
+from syncline.reports.trace import chrome_trace, read_timelines
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class RunFolder:
         """When each action of each step ran on `rank`, with timers on."""
         return self.path / f"timeline-rank{rank}.jsonl"
 
+    @property
+    def trace(self) -> Path:
+        """The timelines of all ranks as one trace for Perfetto or Chrome, written when a run with timers ends."""
+        return self.path / "trace.json"
+
     def claim(self, arguments: TrainingArguments) -> None:
         """Make the folder, and take away what an earlier run of ours has left in it, if that is allowed.
 
@@ -92,10 +99,14 @@ class RunFolder:
         document = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         _write_whole(self.evaluation, json.dumps(document, allow_nan=False) + "\n")
 
+    def write_trace(self, program: Program) -> None:
+        """Merge the timelines that ranks have written here."""
+        _write_whole(self.trace, json.dumps(chrome_trace(program, read_timelines(self.path))) + "\n")
+
     def _written(self) -> list[Path]:
         """What a run writes."""
         files = [self.config, self.metrics, self.program, self.evaluation, *self.path.glob("timeline-rank*.jsonl")]
-        return [*files, self.model, self.tensorboard]
+        return [*files, self.trace, self.model, self.tensorboard]
 
     def _refuse(self, arguments: TrainingArguments, holds_run: bool, left: list[Path]) -> None:
         given = f"output_dir {self.path}"

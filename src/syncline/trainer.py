@@ -95,6 +95,7 @@ class Trainer:
             self._read_results()
             evaluation = self.evaluate()
             self._sample()
+            self._write_trace()
             self.callbacks.on_train_end(self.state, self.control)
         except BaseException as error:
             self.callbacks.on_exception(self.state, self.control, error=error)
@@ -223,8 +224,15 @@ class Trainer:
         actions = self.job.program.ranks[self.rank]
         with self.folder.timeline(self.rank).open("a", encoding="utf-8") as file:
             for moment in unread.result.actions:
-                entry = {"step": unread.step, **asdict(moment), **actions[moment.position].to_json()}
+                when = {"step": unread.step, "began": unread.result.began, **asdict(moment)}
+                entry = {**when, **actions[moment.position].to_json()}
                 file.write(json.dumps(entry) + "\n")
+
+    def _write_trace(self) -> None:
+        if self.job.strategy.timers:
+            dist.barrier()
+            if self.rank == 0:
+                self.folder.write_trace(self.job.program)
 
     def _sample(self) -> None:
         arguments = self.job.arguments

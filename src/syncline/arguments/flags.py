@@ -156,7 +156,8 @@ FLAGS = (
     Flag(
         "enable_timer",
         CONFIGS,
-        "Times of forward and backward, reduction and optimizer are measured and reported.",
+        "Each action of each rank is timed: `timeline-rank*.jsonl`, and when the run ends `trace.json`, which Perfetto "
+        "and Chrome open.",
         "each action is timed; no device is synchronised for it",
         "Two timestamps per action.",
     ),

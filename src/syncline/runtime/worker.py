@@ -103,6 +103,8 @@ class StepResult:
     """By which losses were scaled up in this step."""
     actions: tuple[ActionTime, ...] = ()
     """When each action ran, if timers are on."""
+    began: float = 0.0
+    """When the first of them did: seconds since the epoch, by this host's clock."""
 
     @property
     def overflowed(self) -> bool:
@@ -267,7 +269,7 @@ class Worker:
         self._state = state
         clock = self._clock = clock_for(self._device)
         times: list[ActionTime] = []
-        began = time.perf_counter()
+        began_at, began = time.time(), time.perf_counter()
         for position, action in enumerate(actions):
             clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
             start = time.perf_counter() - began if self._timers else 0.0
@@ -296,6 +298,7 @@ class Worker:
             checks_overflow=state.overflow is not None,
             loss_scale=self.loss_scale.value,
             actions=tuple(times),
+            began=began_at,
         )
 
     def _waiting(self) -> AbstractContextManager[None]:
