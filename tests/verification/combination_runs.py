@@ -60,7 +60,7 @@ LEARNING_RATES = (0.0, 1.0)
 
 EXACT_LLAMA = {
     "model_type": "llama",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 64,
@@ -118,7 +118,8 @@ class Run:
     def reference_key(self) -> str:
         """Runs with equal keys have the same reference."""
         of_reference = ("topology", "k", "tying", "tokens", "dtype", "wire", "optimizer", "clipping")
-        return json.dumps([*(self.combination.get(axis) for axis in of_reference), str(loss_scale_of(self.job))])
+        model = [self.job.config.num_hidden_layers, str(loss_scale_of(self.job))]
+        return json.dumps([*(self.combination.get(axis) for axis in of_reference), *model])
 
     def batch(self, step: int) -> GlobalBatch:
         topology, micro_batches = self.job.strategy.topology, self.job.strategy.micro_batches

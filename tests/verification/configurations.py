@@ -12,7 +12,7 @@ Keys = dict[str, Any]
 
 LLAMA = {
     "model_type": "llama",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 12,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 64,

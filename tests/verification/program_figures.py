@@ -11,6 +11,7 @@ from syncline.program.actions import (
     Action,
     AllocateGradients,
     Backward,
+    BackwardInput,
     Forward,
     FreeGradients,
     FreeParameters,
@@ -181,9 +182,9 @@ def _place(action: Action, place: int | None, buckets: Mapping[int, Bucket]) -> 
     """Where the computation stands behind the action: where it begins, then where it uses what it has waited for."""
     during = getattr(action, "during", None)
     if isinstance(action, Forward):
-        return min(bucket.first_use for bucket in buckets.values())
-    if isinstance(action, Backward):
-        return max(bucket.last_use for bucket in buckets.values())
+        return min(bucket.first_use for bucket in buckets.values() if bucket.stage == action.stage)
+    if isinstance(action, (Backward, BackwardInput)):
+        return max(bucket.last_use for bucket in buckets.values() if bucket.stage == action.stage)
     if isinstance(action, WaitGather):
         bucket = buckets[action.bucket]
         return bucket.first_use if isinstance(during, Forward) else bucket.last_use

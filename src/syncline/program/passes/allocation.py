@@ -9,10 +9,14 @@ from syncline.program.actions import (
     AccumulateShard,
     Action,
     AllocateGradients,
+    Backward,
+    BackwardWeight,
+    Computation,
     FreeGradients,
     Part,
     bucket_of,
 )
+from syncline.program.layout import Bucket
 from syncline.program.program import Program
 
 
@@ -23,7 +27,7 @@ def allocate_where_written(program: Program) -> Program:
         awaited: list[AllocateGradients] = []
         for action in actions:
             inside = getattr(action, "during", None) is not None
-            due = [a for a in awaited if not inside or is_due(program, a.bucket, bucket_of(action))]
+            due = [a for a in awaited if not inside or is_due(program, a, bucket_of(action))]
             awaited = [a for a in awaited if a not in due]
             changed += due
             if isinstance(action, AccumulateShard) and (action.bucket, Part.SHARD) in absent:
@@ -35,7 +39,7 @@ def allocate_where_written(program: Program) -> Program:
             if isinstance(action, ADDING_GRADIENTS):
                 awaited = [
                     AllocateGradients(bucket.id, action)
-                    for bucket in sorted(program.layout.of_stage(action.stage), key=lambda b: b.opens, reverse=True)
+                    for bucket in _in_order_of_opening(program, action)
                     if (bucket.id, Part.BUCKET) in absent
                 ]
                 absent -= {(allocation.bucket, Part.BUCKET) for allocation in awaited}
@@ -44,6 +48,21 @@ def allocate_where_written(program: Program) -> Program:
     return program.map_ranks(change)
 
 
-def is_due(program: Program, awaited: int, bucket: int | None) -> bool:
-    """Whether bucket `awaited` is expected to get its first gradient before `bucket` is full."""
-    return bucket is not None and (awaited == bucket or program.bucket(awaited).opens > program.bucket(bucket).fills)
+def is_due(program: Program, awaited: AllocateGradients, bucket: int | None) -> bool:
+    """Whether the awaited bucket is expected to get its first gradient before `bucket` is full."""
+    if bucket is None:
+        return False
+    opens = _opens(program.bucket(awaited.bucket), awaited.during)
+    return awaited.bucket == bucket or opens > program.bucket(bucket).fills
+
+
+def _in_order_of_opening(program: Program, backward: Backward | BackwardWeight) -> list[Bucket]:
+    buckets = program.layout.of_stage(backward.stage)
+    return sorted(buckets, key=lambda bucket: _opens(bucket, backward), reverse=True)
+
+
+def _opens(bucket: Bucket, backward: Computation | None) -> tuple[int, int]:
+    """When the bucket gets its first gradient, in the order of use: a backward goes through it the other way, and the
+    second half of one adds what was put off bucket by bucket.
+    """
+    return bucket.fills if isinstance(backward, BackwardWeight) else bucket.opens

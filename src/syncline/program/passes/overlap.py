@@ -61,7 +61,7 @@ def _interleave(program: Program, followers: Sequence[Action], backward: Computa
     pending: list[Action] = []
     outside: list[Action] = []
     for bucket in dict.fromkeys(map(bucket_of, rest)):
-        due = [action for action in awaited if is_due(program, action.bucket, bucket)]
+        due = [action for action in awaited if is_due(program, action, bucket)]
         awaited = [action for action in awaited if action not in due]
         inside += due
         chain = [action for action in rest if bucket_of(action) == bucket]
