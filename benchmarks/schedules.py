@@ -46,7 +46,7 @@ from syncline.topology import Topology
 
 POSITIONS = 4
 MICRO_BATCHES = 8
-COMPUTATION = 0.030
+COMPUTATION = 0.060
 """Seconds of a forward through all layers of a rank, and of each half of a backward."""
 WARM_UP_STEPS = 1
 TIMEOUT = timedelta(seconds=60)

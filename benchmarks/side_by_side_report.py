@@ -1,4 +1,7 @@
-"""The rows of `side_by_side.py` as a section of Markdown. Every sentence about them is computed from them."""
+"""The rows of `side_by_side.py` as a section of Markdown. Every sentence about them is computed from them.
+
+A row without seconds is that of a peer whose memory and bytes were measured, and which has not been timed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def report(rows: Iterable[Row]) -> str:
 
 
 def _introduction(rows: Rows) -> Iterator[str]:
-    measured = next(iter(next(iter(rows.values())).values()))
+    measured = max((row for each in rows.values() for row in each.values()), key=lambda row: len(row["seconds"]))
     yield "## Side by side"
     yield ""
     repetitions = _repetitions(len(measured["seconds"]))
@@ -59,8 +62,8 @@ def _introduction(rows: Rows) -> Iterator[str]:
         "both ranks together, as the kernel counts it. Memory is measured apart, on the larger rank, each peer alone "
         "and set so that glibc returns every freed block from 64 KiB on: what is resident and no page of a file, less "
         "what it was once everything was imported and had run once on a tiny model. *Loss* is that of the fourth step. "
-        "The links with a rate are pairs of virtual interfaces between two network namespaces, held to the rate in "
-        "each direction."
+        "A peer without seconds on any link was not timed. The links with a rate are pairs of virtual interfaces "
+        "between two network namespaces, held to the rate in each direction."
     )
     yield ""
 
@@ -91,6 +94,8 @@ def _cells(name: str, rows: Rows) -> Iterator[str]:
 
 
 def _seconds(row: Row) -> str:
+    if not row["seconds"]:
+        return "–"
     ratio = row["ratio_to_ddp"]
     return f"{row['step_seconds']:.2f}" + (f" (× {ratio:.3f})" if ratio is not None else "")
 
@@ -123,8 +128,8 @@ def _against(rows: Rows, chosen: str, others: Sequence[str]) -> list[str]:
     """The times of `chosen` against those of the fastest of `others`, link by link."""
     texts = []
     for link, measured in rows.items():
-        there = [name for name in others if name in measured]
-        if chosen in measured and there:
+        there = [name for name in others if name in measured and measured[name]["seconds"]]
+        if chosen in measured and measured[chosen]["seconds"] and there:
             fastest = min(there, key=lambda name: measured[name]["step_seconds"])
             ratios = pair_ratios(measured[chosen]["seconds"], measured[fastest]["seconds"])
             named = f" of {PEERS[fastest].title}" if len(others) > 1 else ""
