@@ -21,7 +21,7 @@ from syncline.program.program import Program
 from syncline.program.verify import verify
 from syncline.runtime.optimizer import UpdateRule
 from syncline.runtime.products import share_left_to_autograd
-from syncline.strategy import HALVED, Strategy, resolve_strategy
+from syncline.strategy import Strategy, resolve_strategy
 from syncline.update_rules import update_rules
 
 MOST_LEFT_TO_AUTOGRAD = 0.2
@@ -70,9 +70,7 @@ def describe_job(
     split = plan_split(meta_model, strategy.placement.stages, arguments.pp_seg_method)
     uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
     rules = update_rules(meta_model, arguments)
-    strategy = replace(
-        strategy, warnings=(*strategy.warnings, *rules.warnings, *_halving_warnings(strategy, meta_model))
-    )
+    strategy = replace(strategy, warnings=(*strategy.warnings, *rules.warnings))
     parameter_specs = specs(meta_model, split, arguments.freeze_parameters, uses, rules.of_parameter)
     layout = lay_out(
         parameter_specs,
@@ -84,14 +82,15 @@ def describe_job(
     )
     program = build_program(strategy, layout, activation_bytes=activation_bytes(arguments, strategy, config))
     verify(program)
+    strategy = replace(strategy, warnings=(*strategy.warnings, *_halving_warnings(program, meta_model)))
     return Job(arguments, strategy, config, meta_model, split, layout, rules.rules, program)
 
 
-def _halving_warnings(strategy: Strategy, model: PreTrainedModel) -> Iterator[str]:
-    left = share_left_to_autograd(model) if strategy.schedule in HALVED else 0.0
+def _halving_warnings(program: Program, model: PreTrainedModel) -> Iterator[str]:
+    left = share_left_to_autograd(model) if program.halves_backwards else 0.0
     if left > MOST_LEFT_TO_AUTOGRAD:
         yield (
-            f"{strategy.schedule} gains little here: {left:.0%} of the weights of {type(model).__name__} are in layers "
+            f"Halving backwards gains little here: {left:.0%} of the weights of {type(model).__name__} are in layers "
             "other than nn.Linear and nn.Embedding. Their gradients are computed in the first half of a backward, and "
             "held until the second one."
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from syncline.verification.combinations import SIDE_AXES
 from tests.verification.covering import pairwise
 
 Keys = dict[str, Any]
@@ -65,15 +66,7 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "embedding frozen": {"freeze_parameters": ["embed_tokens"]},
         "first layers frozen": {"freeze_parameters": ["embed_tokens", r"layers\.[01]\."]},
     },
-    "schedule": {
-        "1F1B": {},
-        "FThenB": {"pipeline_schedule_mode": "FThenB"},
-        "VPP": {"pipeline_schedule_mode": "VPP", "virtual_pp_degree": 2},
-        "ZBH1": {"pipeline_schedule_mode": "ZBH1"},
-        "ZBV": {"pipeline_schedule_mode": "ZBV"},
-        "DualPipeV": {"pipeline_schedule_mode": "DualPipeV"},
-        "three stages a rank": {"virtual_pp_degree": 3},
-    },
+    "schedule": {**SIDE_AXES["schedule"], "three stages a rank": {"virtual_pp_degree": 3}},
     "shapes": {
         "shapes once": {},
         "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},

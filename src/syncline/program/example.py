@@ -1,4 +1,4 @@
-"""The program that the documents show: a two-layer model on two replicas, two micro-batches to a step."""
+"""The programs that the documents show: of models whose layers are one matrix each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from syncline.topology import Topology
 
 def example_program(strategy: Strategy) -> Program:
     """The step of `strategy` for two layers of one matrix each, in two buckets; replicas and micro-batches are 2."""
-    specs = [ParameterSpec(f"layers.{i}.weight", (64, 64), 0, first_use=i, last_use=i) for i in range(2)]
+    return program_of_layers(strategy, 2)
+
+
+def program_of_layers(strategy: Strategy, layers: int) -> Program:
+    """The step of `strategy` for so many layers of one matrix each, in a bucket each, divided evenly among stages."""
+    stages = strategy.placement.stages
+    specs = [
+        ParameterSpec(f"layers.{i}.weight", (64, 64), i * stages // layers, first_use=i, last_use=i)
+        for i in range(layers)
+    ]
     layout = lay_out(
         specs,
         bucket_bytes=64 * 64 * 4,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from syncline.placement import Placement
-from syncline.program.actions import AccumulateShard, Action, AllocateGradients, Part
+from syncline.program.actions import AccumulateShard, Action, AllocateGradients, BackwardInput, Part
 from syncline.program.factors import Factor
 from syncline.program.layout import Bucket, ParameterLayout
 from syncline.topology import AXES, Topology
@@ -96,6 +96,10 @@ class Program:
         axes = tuple(group.split("+"))
         assert set(axes) <= set(AXES), f"unknown group {group}"
         return self.topology.group(rank, axes)
+
+    @property
+    def halves_backwards(self) -> bool:
+        return any(isinstance(action, BackwardInput) for actions in self.ranks for action in actions)
 
     def inside(self, rank: int, position: int) -> Iterator[Action]:
         """What happens during the computation at `position` in the list of `rank`: it stands right behind it."""

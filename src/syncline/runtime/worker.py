@@ -190,9 +190,10 @@ class Worker:
         self._checks_overflow = any(isinstance(action, CheckFinite) for action in program.ranks[rank])
         self._undecided: StepResult | None = None
         self._inside = _actions_inside(program.ranks[rank])
-        halves = any(isinstance(action, BackwardInput) for action in program.ranks[rank])
         for stage in stages.values():
-            accumulate_in_products(stage, self.gradients.of_weights, gradient_dtype, every_dtype=halves)
+            accumulate_in_products(
+                stage, self.gradients.of_weights, gradient_dtype, every_dtype=program.halves_backwards
+            )
         self._handlers: dict[type[Action], Callable[..., None]] = {
             CountTokens: self._count_tokens,
             Forward: self._forward,

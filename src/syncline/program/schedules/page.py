@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from syncline.markdown import table
-from syncline.program.build import build_program
 from syncline.program.costs import bubble_fraction, peak_activations
-from syncline.program.layout import ParameterSpec, lay_out
+from syncline.program.example import program_of_layers
 from syncline.program.program import Program
 from syncline.strategy import Sharding, Strategy, SyncMoment
 from syncline.topology import Topology
@@ -86,7 +85,8 @@ def _figures() -> Iterator[str]:
                 micro_batches=micro_batches,
                 release_gradients=True,
             )
-            last, every = (_program(replace(strategy, sync=sync)) for sync in _MOMENTS)
+            layers = LAYERS_PER_RANK * positions
+            last, every = (program_of_layers(replace(strategy, sync=sync), layers) for sync in _MOMENTS)
             held = max(peak_activations(last, rank) for rank in range(last.topology.world_size)) / stages
             rows.append(
                 (
@@ -102,23 +102,6 @@ def _figures() -> Iterator[str]:
 
 
 _MOMENTS = (SyncMoment.LAST_MICRO_BATCH, SyncMoment.EVERY_MICRO_BATCH)
-
-
-def _program(strategy: Strategy) -> Program:
-    stages = strategy.placement.stages
-    layers = LAYERS_PER_RANK * strategy.topology.pp
-    specs = [
-        ParameterSpec(f"layers.{i}.weight", (64, 64), i * stages // layers, first_use=i, last_use=i, order=i)
-        for i in range(layers)
-    ]
-    layout = lay_out(
-        specs,
-        bucket_bytes=64 * 64 * 4,
-        gradient_itemsize=4,
-        ownership=strategy.ownership,
-        shards=strategy.shards,
-    )
-    return build_program(strategy, layout, activation_bytes=0)
 
 
 def _peak_gradients(program: Program) -> float:

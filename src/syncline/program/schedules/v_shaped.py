@@ -30,7 +30,7 @@ DOWN, UP = 0, 1
 
 
 def zero_bubble_v(placement: Placement, position: int, micro_batches: int) -> Iterator[Computation]:
-    """ZBV. Every rank is busy from its first forward on; weight halves fill the end."""
+    """ZBV. Backwards go on to the rank before as soon as their first half is done; weight halves fill the end."""
     rank = _Rank(placement, position, micro_batches)
     after = placement.positions - position
     for _ in range(2 * after - 1):
