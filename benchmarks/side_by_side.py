@@ -1,7 +1,7 @@
 """The reference job on 2 local ranks: Syncline in its forms beside torch DDP, FSDP2, DeepSpeed, Accelerate and others.
 
-python benchmarks/side_by_side.py [--only NAME,...] [--timed NAME,...] [--link LINK,...] [--repetitions N] [--json]
-    [--write docs/benchmarks.md]
+python benchmarks/side_by_side.py [--only NAME,...] [--link LINK,...] [--all-links NAME,...] [--repetitions N]
+    [--json] [--write docs/benchmarks.md]
 
 Each peer has two processes of its own. In a repetition every peer takes a turn, in an order drawn anew, while all
 others wait: two steps in a row, of which the second is timed. The peers' libraries are installed into
@@ -17,7 +17,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -49,20 +48,11 @@ class TooLittleMemory(Exception):
     """Not all peers fit side by side."""
 
 
-@dataclass(frozen=True)
-class Alone:
-    """What a peer shows that runs alone, its freed memory going back to the system at once."""
-
-    first: TurnFigures
-    last: TurnFigures
-    """With the memory of a warm peer."""
-
-
 def main(words: list[str]) -> int:
     _end_well_on_signals()
     options = _options(words)
     try:
-        rows = measure(options.only, options.timed, options.link, options.repetitions)
+        rows = measure(options.only, options.link, options.all_links, options.repetitions)
     except (CannotInstall, PeerRefused, PeerFailed, Unequal, TooLittleMemory) as failure:
         _say(str(failure))
         return 1
@@ -80,9 +70,11 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def measure(names: Sequence[str], timed: Sequence[str], links: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
-    """A row for every peer and link, as plain JSON; for a peer that is not `timed` one row on the first link, without
-    seconds. What cannot be had here is left out, and said on stderr.
+def measure(
+    names: Sequence[str], links: Sequence[str], on_all_links: Sequence[str], repetitions: int
+) -> list[dict[str, Any]]:
+    """A row for every peer and link, as plain JSON; peers that are not `on_all_links` are on the first one alone. What
+    cannot be had here is left out, and said on stderr.
 
     Memory depends on the link as little as what is trained, and is measured on the first one.
 
@@ -93,16 +85,16 @@ def measure(names: Sequence[str], timed: Sequence[str], links: Sequence[str], re
         TooLittleMemory: when the peers do not fit into this machine together.
     """
     python = peers_python()
-    alone: dict[str, Alone] = {}
+    alone: dict[str, TurnFigures] = {}
     rows: list[dict[str, Any]] = []
     for link in links:
         with _processes(link, python) as processes:
             if processes is None:
                 continue
+            side_by_side = [name for name in alone if name in on_all_links]
             if not alone:
                 alone = _measure_alone(processes, names)
-                rows += [_untimed_row(name, link, alone[name]) for name in alone if name not in timed]
-            side_by_side = [name for name in alone if name in timed]
+                side_by_side = list(alone)
             rows += _rows(link, alone, _take_turns(processes, link, side_by_side, repetitions))
     return rows
 
@@ -120,9 +112,12 @@ def _processes(link: str, python: Path) -> Iterator[PeerProcesses | None]:
         yield stack.enter_context(peer_processes(opened, python))
 
 
-def _measure_alone(processes: PeerProcesses, names: Sequence[str]) -> dict[str, Alone]:
-    """By peer; those that refuse are left out."""
-    alone: dict[str, Alone] = {}
+def _measure_alone(processes: PeerProcesses, names: Sequence[str]) -> dict[str, TurnFigures]:
+    """What a warm peer shows that runs alone, its freed memory going back to the system at once; by peer, those that
+    refuse are left out.
+    """
+    alone: dict[str, TurnFigures] = {}
+    first_losses: dict[str, float] = {}
     for name in names:
         try:
             with processes.peer(name, returns_memory=True) as peer:
@@ -130,9 +125,9 @@ def _measure_alone(processes: PeerProcesses, names: Sequence[str]) -> dict[str, 
         except PeerRefused as reason:
             _say(str(reason))
             continue
-        alone[name] = Alone(turns[0], turns[-1])
+        alone[name], first_losses[name] = turns[-1], turns[0].losses[0]
         _say(f"{name}: peak {turns[-1].peak_bytes / 2**20:.0f} MiB, held {turns[-1].held_bytes / 2**20:.0f} MiB")
-    _refuse_unequal({name: each.first.losses[0] for name, each in alone.items()})
+    _refuse_unequal(first_losses)
     return alone
 
 
@@ -162,7 +157,7 @@ def _take_turns(
 
 
 def _rows(
-    link: str, alone: Mapping[str, Alone], turns: Mapping[str, Sequence[TurnFigures]]
+    link: str, alone: Mapping[str, TurnFigures], turns: Mapping[str, Sequence[TurnFigures]]
 ) -> Iterator[dict[str, Any]]:
     timed = {name: each[WARM_UP_TURNS:] for name, each in turns.items()}
     seconds = {name: [turn.seconds for turn in each] for name, each in timed.items()}
@@ -173,30 +168,14 @@ def _rows(
             "link": link,
             "step_seconds": median(seconds[name]),
             "bytes_sent": int(median(turn.bytes_sent for turn in timed[name])),
-            "peak_bytes": alone[name].last.peak_bytes,
-            "held_bytes": alone[name].last.held_bytes,
+            "peak_bytes": alone[name].peak_bytes,
+            "held_bytes": alone[name].held_bytes,
             "loss": timed[name][0].losses[-1],
             "first_loss": turns[name][0].losses[0],
             "ratio_to_ddp": median(pair_ratios(seconds[name], reference)) if reference else None,
             "seconds": seconds[name],
             "ranks": RANKS,
         }
-
-
-def _untimed_row(name: str, link: str, alone: Alone) -> dict[str, Any]:
-    return {
-        "peer": name,
-        "link": link,
-        "step_seconds": None,
-        "bytes_sent": alone.last.bytes_sent,
-        "peak_bytes": alone.last.peak_bytes,
-        "held_bytes": alone.last.held_bytes,
-        "loss": alone.last.losses[-1],
-        "first_loss": alone.first.losses[0],
-        "ratio_to_ddp": None,
-        "seconds": [],
-        "ranks": RANKS,
-    }
 
 
 def _refuse_unequal(losses: Mapping[str, float]) -> None:
@@ -247,14 +226,15 @@ def _options(words: list[str]) -> argparse.Namespace:
         "--only", action="extend", type=_peers, metavar="NAME,...", help=f"these peers: {', '.join(PEERS)}"
     )
     parser.add_argument(
-        "--timed",
+        "--link", action="extend", type=_links, metavar="LINK,...", help=f"on these links: {', '.join(LINKS)}"
+    )
+    parser.add_argument(
+        "--all-links",
         action="extend",
         type=_peers,
         metavar="NAME,...",
-        help="of these the time too, which takes long; of the others memory and bytes alone (default: all of them)",
-    )
-    parser.add_argument(
-        "--link", action="extend", type=_links, metavar="LINK,...", help=f"on these links: {', '.join(LINKS)}"
+        help="these peers on all links, the others on the first one alone: those that send most take minutes for a "
+        "step on a slow link (default: all of them)",
     )
     parser.add_argument(
         "--repetitions",
@@ -268,9 +248,9 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--write", type=_page, metavar="PAGE", help="write the section into this page")
     options = parser.parse_args(words)
     options.only = list(dict.fromkeys(options.only or PEERS))
-    options.timed = list(dict.fromkeys(options.timed or options.only))
-    if unknown := [name for name in options.timed if name not in options.only]:
-        parser.error(f"--timed {unknown[0]} is not among the peers of --only")
+    options.all_links = list(dict.fromkeys(options.all_links or options.only))
+    if unknown := [name for name in options.all_links if name not in options.only]:
+        parser.error(f"--all-links {unknown[0]} is not among the peers of --only")
     options.link = list(dict.fromkeys(options.link or LINKS))
     return options
 

@@ -1,7 +1,4 @@
-"""The rows of `side_by_side.py` as a section of Markdown. Every sentence about them is computed from them.
-
-A row without seconds is that of a peer whose memory and bytes were measured, and which has not been timed.
-"""
+"""The rows of `side_by_side.py` as a section of Markdown. Every sentence about them is computed from them."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def report(rows: Iterable[Row]) -> str:
 
 
 def _introduction(rows: Rows) -> Iterator[str]:
-    measured = max((row for each in rows.values() for row in each.values()), key=lambda row: len(row["seconds"]))
+    measured = next(row for each in rows.values() for row in each.values())
     yield "## Side by side"
     yield ""
     repetitions = _repetitions(len(measured["seconds"]))
@@ -55,15 +52,14 @@ def _introduction(rows: Rows) -> Iterator[str]:
     yield (
         f"Llama of 26.5M parameters ({describe(REFERENCE)}), k = {ACCUMULATION}, float32, fused AdamW, {RANKS} Gloo "
         f"ranks, {THREADS_PER_RANK} thread each; every peer starts from the same weights and trains on the same "
-        "samples. Each peer has processes of its own. In every repetition each peer takes its turn, in an order drawn "
-        "anew, while all others wait; a turn is two steps in a row, of which the second is timed. Behind a step's "
-        "seconds stands their ratio to those of the same repetition's step of "
-        f"{PEERS[REFERENCE_PEER].title}. *Sent* is per step, by "
-        "both ranks together, as the kernel counts it. Memory is measured apart, on the larger rank, each peer alone "
-        "and set so that glibc returns every freed block from 64 KiB on: what is resident and no page of a file, less "
-        "what it was once everything was imported and had run once on a tiny model. *Loss* is that of the fourth step. "
-        "A peer without seconds on any link was not timed. The links with a rate are pairs of virtual interfaces "
-        "between two network namespaces, held to the rate in each direction."
+        "samples. Each peer has processes of its own; Syncline's keep freed memory for their next tensors, as ranks of "
+        "`syncline train` do. In every repetition each peer takes its turn, in an order drawn anew, while all others "
+        "wait; a turn is two steps in a row, of which the second is timed. Behind a step's seconds stands their ratio "
+        f"to those of the same repetition's step of {PEERS[REFERENCE_PEER].title}. *Sent* is per step, by both ranks "
+        "together, as the kernel counts it. Memory is measured apart, on the larger rank, each peer alone and set so "
+        "that glibc returns every freed block from 64 KiB on: what is resident and no page of a file, less what it was "
+        "once everything was imported and had run once on a tiny model. *Loss* is that of the fourth step. Links with "
+        "a rate are pairs of virtual interfaces between two network namespaces, held to the rate in each direction."
     )
     yield ""
 
@@ -94,8 +90,6 @@ def _cells(name: str, rows: Rows) -> Iterator[str]:
 
 
 def _seconds(row: Row) -> str:
-    if not row["seconds"]:
-        return "–"
     ratio = row["ratio_to_ddp"]
     return f"{row['step_seconds']:.2f}" + (f" (× {ratio:.3f})" if ratio is not None else "")
 
@@ -128,8 +122,8 @@ def _against(rows: Rows, chosen: str, others: Sequence[str]) -> list[str]:
     """The times of `chosen` against those of the fastest of `others`, link by link."""
     texts = []
     for link, measured in rows.items():
-        there = [name for name in others if name in measured and measured[name]["seconds"]]
-        if chosen in measured and measured[chosen]["seconds"] and there:
+        there = [name for name in others if name in measured]
+        if chosen in measured and there:
             fastest = min(there, key=lambda name: measured[name]["step_seconds"])
             ratios = pair_ratios(measured[chosen]["seconds"], measured[fastest]["seconds"])
             named = f" of {PEERS[fastest].title}" if len(others) > 1 else ""

@@ -183,6 +183,7 @@ def _return_large_blocks() -> None:
     """
     LIBC.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
     LIBC.mallopt(M_TRIM_THRESHOLD, LARGE_BLOCK)
+    os.environ["MALLOC_TRIM_THRESHOLD_"] = str(LARGE_BLOCK)  # tells those who would set it otherwise
 
 
 if __name__ == "__main__":

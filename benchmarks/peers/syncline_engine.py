@@ -6,8 +6,10 @@ from typing import Any
 
 from against_ddp import ACCUMULATION, REFERENCE
 from ranks import RANKS
+from syncline.host_memory import keep_freed_memory
 from trainers import SynclineMode, SynclineTrainer, Trainer
 
 
 def start(rank: int, **options: Any) -> Trainer:
+    keep_freed_memory()  # as every rank of `syncline train` does
     return SynclineTrainer(SynclineMode("Syncline", options), REFERENCE, ACCUMULATION, rank, RANKS)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from syncline.errors import UserError
 from syncline.failure import FailureKind, failure_of, record, report
+from syncline.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ def run_rank(environment: RankEnvironment, body: Callable[[], int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
+    keep_freed_memory()
     if environment.rank != 0:
         sys.stdout.flush()
         os.dup2(2, 1)
