@@ -21,6 +21,12 @@ def state() -> TrainState:
 
 
 DETAILS: dict[str, dict] = {
+    **{
+        f"on_{what}_{when}": {"stage": 0, "micro_batch": 0}
+        for what in ("forward", "backward")
+        for when in ("begin", "end")
+    },
+    "on_bubble": {"index": 0, "capacity": 1.0},
     "on_substep_end": {"micro_batch": 0},
     "on_evaluate": {"evaluation": Evaluation(loss=1.0, tokens=1, seconds=1.0)},
     "on_predict": {"text": "once"},
@@ -47,8 +53,8 @@ class Failing(Callback):
         raise self.error
 
 
-def test_there_are_fifteen_events():
-    assert len(EVENTS) == 15
+def test_there_are_twenty_events():
+    assert len(EVENTS) == 20
 
 
 @pytest.mark.parametrize("event", EVENTS)

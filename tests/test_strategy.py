@@ -12,6 +12,7 @@ from syncline.no_effect import NO_EFFECT
 from syncline.not_yet import NOT_YET
 from syncline.placement import Placement
 from syncline.strategy import (
+    BEST,
     Normalization,
     Ownership,
     ShapeExchange,
@@ -381,13 +382,28 @@ class TestPipeline:
         assert [placement.stages_at(position) for position in range(2)] == [(0, 2, 4), (1, 3, 5)]
         assert resolve(virtual_pp_degree=3).placement.stages == 1
 
-    @pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV"])
+    @pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV", "BoundedV"])
     def test_down_the_ranks_and_up_again(self, schedule):
         placement = resolve(**TWO_STAGES, pipeline_schedule_mode=schedule).placement
         assert [placement.stages_at(position) for position in range(2)] == [(0, 3), (1, 2)]
         assert placement == resolve(**TWO_STAGES, pipeline_schedule_mode=schedule, virtual_pp_degree=2).placement
         error = refusal(**TWO_STAGES, pipeline_schedule_mode=schedule, virtual_pp_degree=3)
         assert error.given == f"pipeline_schedule_mode={schedule} and virtual_pp_degree=3"
+
+    def test_a_limit_of_activations_counts_those_at_every_stage(self):
+        keys = {**TWO_STAGES, "pipeline_schedule_mode": "Bounded"}
+        assert resolve(**keys).most_activations == 2
+        assert resolve(**keys, virtual_pp_degree=3).most_activations == 6
+        assert resolve(**keys, virtual_pp_degree=3, pipeline_activation_limit=1.5).most_activations == 4
+        assert resolve(**keys, virtual_pp_degree=3, pipeline_activation_limit=1).most_activations == 3
+
+    def test_the_best_schedule_decides_itself_whether_to_halve(self):
+        keys = {**TWO_STAGES, "pipeline_schedule_mode": "best", "pipeline_parallel_config": "enable_split_backward"}
+        strategy = resolve(**keys)
+        assert strategy.schedule == BEST
+        assert strategy.warnings == (
+            "enable_split_backward has no effect here: the best schedule is found among halved and whole backwards.",
+        )
 
     def test_interleaving_one_stage_is_refused(self):
         error = refusal(**TWO_STAGES, pipeline_schedule_mode="VPP")
@@ -547,6 +563,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"recompute_interval": 2}, "recompute_interval"),
     ({"pp_seg_method": "layer:Decoder"}, "pp_seg_method"),
     ({"virtual_pp_degree": 2}, "virtual_pp_degree"),
+    ({"pipeline_activation_limit": 3}, "pipeline_activation_limit"),
+    ({**TWO_STAGES, "pipeline_activation_limit": 3}, "pipeline_activation_limit"),
     ({"virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP"}, "pipeline_schedule_mode"),
     ({"nproc_per_node": 2, "world_size": 8}, "nproc_per_node"),
     ({"progress": "none", "logging_steps": 1}, "logging_steps"),

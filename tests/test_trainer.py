@@ -174,9 +174,53 @@ def test_training_starts_from_the_weights_of_a_folder(pool, text: Path, tmp_path
 def test_events_come_in_order(pool, text: Path, tmp_path: Path):
     more = {"gradient_accumulation_steps": 2, "max_steps": 2, "eval_steps": 1, "sample_tokens": 2, "sample_prompt": "a"}
     for result in pool.run(2, train_on_rank, keys(text, tmp_path, **more)):
-        step = ["on_step_begin", "on_substep_end", "on_substep_end", "on_optimizer_step", "on_log", "on_step_end"]
+        micro_batch = ["on_forward_begin", "on_forward_end", "on_backward_begin", "on_backward_end", "on_substep_end"]
+        step = ["on_step_begin", *micro_batch, *micro_batch, "on_optimizer_step", "on_log", "on_step_end"]
         expected = ["on_init_end", "on_train_begin", "on_predict", "on_epoch_begin", *step, "on_evaluate", *step]
         assert result["events"] == [*expected, "on_evaluate", "on_predict", "on_train_end", "on_export"]
+
+
+def test_computations_and_bubbles_of_a_pipeline_are_told_with_where_they_belong(pool, text: Path, tmp_path: Path):
+    """ZBH1 on two ranks: the second one waits for the first forward, the first one fills what 1F1B would wait."""
+    more = {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBH1", "gradient_accumulation_steps": 2}
+    first, second = pool.run(2, told_on_rank, keys(text, tmp_path, max_steps=1, **more))
+    assert first == (
+        "forward_begin 0.0, forward_end 0.0, forward_begin 0.1, forward_end 0.1, bubble 0 for 1, backward_begin 0.0, "
+        "backward_end 0.0, backward_begin 0.1, backward_end 0.1"
+    )
+    assert second == (
+        "bubble 0 for 1, forward_begin 1.0, forward_end 1.0, backward_begin 1.0, forward_begin 1.1, forward_end 1.1, "
+        "backward_begin 1.1, backward_end 1.0, backward_end 1.1"
+    )
+
+
+class Told(Callback):
+    """Writes down what computations it is told of, and what bubbles."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def on_bubble(self, state: TrainState, control: TrainControl, **details: Any) -> None:
+        self.words.append(f"bubble {details['index']} for {details['capacity']:g}")
+
+
+def _write_down(what: str) -> Any:
+    def write_down(self: Told, state: TrainState, control: TrainControl, **details: Any) -> None:
+        self.words.append(f"{what} {details['stage']}.{details['micro_batch']}")
+
+    return write_down
+
+
+for _what in ("forward_begin", "forward_end", "backward_begin", "backward_end"):
+    setattr(Told, f"on_{_what}", _write_down(_what))
+
+
+def told_on_rank(rank: int, world_size: int, keys: dict[str, Any]) -> str:
+    arguments = arguments_from_mapping(keys)
+    job, told = describe_job(arguments), Told()
+    trainer = Trainer(job, prepare_samples(arguments, job.config), rank, torch.device("cpu"), [told])
+    trainer.train()
+    return ", ".join(told.words)
 
 
 def test_an_epoch_counts_its_last_window(pool, text: Path, tmp_path: Path):

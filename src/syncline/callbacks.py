@@ -130,6 +130,35 @@ class Callback:
     def on_step_begin(self, state: TrainState, control: TrainControl, **details: Any) -> None:
         """An optimizer step starts, before its first micro-batch."""
 
+    def on_forward_begin(
+        self, state: TrainState, control: TrainControl, *, stage: int, micro_batch: int, **details: Any
+    ) -> None:
+        """The forward of a micro-batch through one of this rank's stages starts; what it needs is there."""
+
+    def on_forward_end(
+        self, state: TrainState, control: TrainControl, *, stage: int, micro_batch: int, **details: Any
+    ) -> None:
+        """That forward is done; on a GPU, queued."""
+
+    def on_backward_begin(
+        self, state: TrainState, control: TrainControl, *, stage: int, micro_batch: int, **details: Any
+    ) -> None:
+        """The backward of a micro-batch through one of this rank's stages starts."""
+
+    def on_backward_end(
+        self, state: TrainState, control: TrainControl, *, stage: int, micro_batch: int, **details: Any
+    ) -> None:
+        """Its weights' gradients are there too; under halved backwards other computations may have come in between."""
+
+    def on_bubble(
+        self, state: TrainState, control: TrainControl, *, index: int, capacity: float, **details: Any
+    ) -> None:
+        """This rank of a pipeline has nothing to do, for as long as `capacity` forwards through a stage take.
+
+        `index` counts the rank's bubbles in this step. Whatever takes longer here delays the ranks that wait for this
+        one.
+        """
+
     def on_substep_end(self, state: TrainState, control: TrainControl, *, micro_batch: int, **details: Any) -> None:
         """The backward of one micro-batch of the step is done on this rank."""
 

@@ -11,17 +11,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from syncline.arguments import TrainingArguments
 from syncline.checkpoint.weights import local_folder
+from syncline.errors import UserError
 from syncline.modeling.check import check_isolation, check_split
 from syncline.modeling.load import build_meta_model, resolve_config
 from syncline.modeling.order import uses_in_forward
-from syncline.modeling.split import SplitPlan, plan_split, specs
+from syncline.modeling.split import SplitPlan, plan_split, specs, stage_costs
 from syncline.program.build import ITEMSIZE, build_program
 from syncline.program.layout import ParameterLayout, lay_out
 from syncline.program.program import Program
+from syncline.program.schedules.best import best
+from syncline.program.simulation import Costs
 from syncline.program.verify import verify
 from syncline.runtime.optimizer import UpdateRule
 from syncline.runtime.products import share_left_to_autograd
-from syncline.strategy import Strategy, resolve_strategy
+from syncline.strategy import BEST, Strategy, recompute_warnings, resolve_strategy
 from syncline.update_rules import update_rules
 
 MOST_LEFT_TO_AUTOGRAD = 0.2
@@ -44,6 +47,8 @@ class Job:
     rules: tuple[UpdateRule, ...]
     """What `ParameterSpec.rule` counts: how parameters are updated."""
     program: Program
+    notes: tuple[str, ...] = ()
+    """What has been decided that no option says."""
 
 
 def describe_job(
@@ -67,6 +72,7 @@ def describe_job(
     meta_model = build_meta_model(config, arguments.attn_implementation)
     if change_model is not None:
         change_model(meta_model)
+    strategy, notes = _choose_schedule(strategy, arguments, meta_model)
     split = plan_split(meta_model, strategy.placement.stages, arguments.pp_seg_method)
     uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
     rules = update_rules(meta_model, arguments)
@@ -83,7 +89,37 @@ def describe_job(
     program = build_program(strategy, layout, activation_bytes=activation_bytes(arguments, strategy, config))
     verify(program)
     strategy = replace(strategy, warnings=(*strategy.warnings, *_halving_warnings(program, meta_model)))
-    return Job(arguments, strategy, config, meta_model, split, layout, rules.rules, program)
+    return Job(arguments, strategy, config, meta_model, split, layout, rules.rules, program, notes)
+
+
+def _choose_schedule(
+    strategy: Strategy, arguments: TrainingArguments, model: PreTrainedModel
+) -> tuple[Strategy, tuple[str, ...]]:
+    """The strategy with a schedule in the place of `BEST`, and what there is to say of the choice."""
+    if strategy.schedule != BEST:
+        return strategy, ()
+
+    def costs_of(stages: int) -> Costs | None:
+        try:
+            costs = stage_costs(model, plan_split(model, stages, arguments.pp_seg_method))
+        except UserError:
+            return None
+        # In forwards through the layers of a rank that has its share of all costs.
+        share = strategy.topology.pp / sum(costs)
+        again = 1 / arguments.recompute_interval if arguments.recompute else 0.0
+        return Costs(backward_input=1.0 + again, stages=tuple(cost * share for cost in costs))
+
+    chosen = best(strategy, costs_of)
+    if chosen is None:  # Then it cannot be divided into this number either, which says why.
+        plan_split(model, strategy.placement.stages, arguments.pp_seg_method)
+    assert chosen is not None
+    note = (
+        f"pipeline_schedule_mode best is {chosen.title}: a simulated step takes {chosen.time:.1f} forwards through a "
+        f"rank's layers, of which computations take {chosen.busy:.1f}; a rank holds the activations of "
+        f"{chosen.activations:g} micro-batches"
+    )
+    warnings = (*strategy.warnings, *recompute_warnings(arguments, chosen.strategy.schedule))
+    return replace(chosen.strategy, warnings=warnings), (note,)
 
 
 def _halving_warnings(program: Program, model: PreTrainedModel) -> Iterator[str]:

@@ -81,6 +81,12 @@ NO_EFFECT = (
         "ranks lie along one axis only, so there is one order",
     ),
     NoEffect("pipeline_schedule_mode", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect("pipeline_activation_limit", _one_stage, "one stage runs each micro-batch forward, then backward"),
+    NoEffect(
+        "pipeline_activation_limit",
+        lambda a, t: t.pp > 1 and a.pipeline_schedule_mode not in ("Bounded", "BoundedV", "best"),
+        "the schedule decides what is held; pipeline_schedule_mode: best keeps the limit",
+    ),
     NoEffect("pp_seg_method", _one_stage, "one stage has all layers"),
     NoEffect("virtual_pp_degree", _one_stage, "pipeline_parallel_degree is 1, and one rank has nobody to wait for"),
     NoEffect(

@@ -33,11 +33,14 @@ OVERLAP_FLAGS = (
 AVERAGE_FLAGS = ("enable_allreduce_avg_in_gradient_scale", "use_reduce_avg")
 """Spellings of an average in the collective."""
 
-HALVED = ("ZBH1", "ZBV", "DualPipeV")
+HALVED = ("ZBH1", "ZBV", "DualPipeV", "Bounded", "BoundedV")
 """Schedules that halve backwards."""
 
-V_SHAPED = ("ZBV", "DualPipeV")
+V_SHAPED = ("ZBV", "DualPipeV", "BoundedV")
 """Schedules in which the model runs down the ranks of a pipeline and up again."""
+
+BEST = "best"
+"""Stands for the schedule that a simulation finds to be the shortest (`program.schedules.best`)."""
 
 RECEIVE_AHEAD_FLAGS = ("enable_overlap_p2p_comm", "enable_send_recv_overlap")
 
@@ -113,9 +116,13 @@ class Strategy:
     micro_batches: int = 1
     """Micro-batches per optimizer step on each replica, `k` in every formula."""
     schedule: str = "1F1B"
-    """A key of `program.schedules.SCHEDULES`."""
+    """A name for `program.schedules.schedule_named`, or `BEST` until the model is known."""
     virtual_stages: int = 1
     """Stages on each rank of a pipeline."""
+    activation_limit: float | None = None
+    """Of how many micro-batches a rank may hold the activations of all its layers, under schedules that can be bounded;
+    None: of as many as a pipeline has ranks.
+    """
     sync: SyncMoment = SyncMoment.LAST_MICRO_BATCH
     overlap: bool = True
     """Reductions start inside the backward as each bucket fills. No meaning after accumulation."""
@@ -148,6 +155,12 @@ class Strategy:
     @property
     def placement(self) -> Placement:
         return Placement(self.topology.pp, self.virtual_stages, folded=self.schedule in V_SHAPED)
+
+    @property
+    def most_activations(self) -> int:
+        """The limit in activations of a micro-batch at one stage."""
+        limit = self.topology.pp if self.activation_limit is None else self.activation_limit
+        return max(self.virtual_stages, int(limit * self.virtual_stages))
 
     @property
     def ownership(self) -> Ownership:
@@ -188,6 +201,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         micro_batches=arguments.gradient_accumulation_steps,
         schedule=schedule,
         virtual_stages=_virtual_stages(arguments, topology, schedule),
+        activation_limit=arguments.pipeline_activation_limit,
         sync=sync,
         overlap=_overlap(arguments, flags, sync),
         average_in_collective=bool(flags & set(AVERAGE_FLAGS)),
@@ -280,7 +294,7 @@ def _schedule(arguments: TrainingArguments, topology: Topology, flags: frozenset
         )
     if "use_dualpipev" in flags:
         asked = "DualPipeV"
-    if "enable_split_backward" not in flags or asked in HALVED:
+    if "enable_split_backward" not in flags or asked in (*HALVED, BEST):
         return asked
     if asked == "FThenB":
         raise UserError(
@@ -471,10 +485,15 @@ def _schedule_warnings(arguments: TrainingArguments, flags: frozenset[str], sche
     """What has no effect, or less than one would think, under the schedule."""
     made_it_halve = schedule == "ZBH1" != arguments.pipeline_schedule_mode
     if "enable_split_backward" in flags and not made_it_halve:
-        yield f"enable_split_backward has no effect here: {schedule} halves backwards anyway."
+        why = "the best schedule is found among halved and whole backwards" if schedule == BEST else ""
+        yield f"enable_split_backward has no effect here: {why or f'{schedule} halves backwards anyway'}."
     for flag in sorted(flags & set(RECEIVE_AHEAD_FLAGS)):
         if "disable_p2p_cache_shape" in flags:
             yield f"{flag} has no effect here: disable_p2p_cache_shape lets nothing come before its shape is known."
+    yield from recompute_warnings(arguments, schedule)
+
+
+def recompute_warnings(arguments: TrainingArguments, schedule: str) -> Iterator[str]:
     if arguments.recompute and schedule in HALVED:
         yield (
             f"recompute saves less under {schedule}: between the halves of a backward the inputs of all linear layers "

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +33,16 @@ from syncline.engine import Engine, start_engine
 from syncline.evaluation import evaluate
 from syncline.generation import generate
 from syncline.job import Job
-from syncline.program.actions import ADDING_GRADIENTS, Action
+from syncline.program.actions import (
+    ADDING_GRADIENTS,
+    COMPUTATIONS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bubble,
+    Forward,
+)
 from syncline.progress import ProgressMode, ProgressReport
 from syncline.run_folder import RunFolder
 from syncline.runtime.clock import Phase
@@ -50,6 +59,19 @@ class _Unread:
     began: float
     learning_rate: float
     result: StepResult
+
+
+_BEGINS: dict[type[Action], str] = {
+    Forward: "on_forward_begin",
+    Backward: "on_backward_begin",
+    BackwardInput: "on_backward_begin",
+}
+_ENDS: dict[type[Action], str] = {
+    Forward: "on_forward_end",
+    Backward: "on_backward_end",
+    BackwardWeight: "on_backward_end",
+}
+"""The events of computations."""
 
 
 class Trainer:
@@ -154,7 +176,7 @@ class Trainer:
             self.callbacks.on_epoch_begin(self.state, self.control)
         self.callbacks.on_step_begin(self.state, self.control)
         rate = learning_rate(self.schedule, self.applied_updates)
-        result = self.engine.worker.step(self.loader.step(step), rate, self._observe)
+        result = self.engine.worker.step(self.loader.step(step), rate, self._after, self._before)
         self._read_results(ended=began)
         if not result.skipped:
             self.callbacks.on_optimizer_step(self.state, self.control)
@@ -170,10 +192,23 @@ class Trainer:
         if self.state.step % self.sampler.steps_per_epoch == 0:
             self.callbacks.on_epoch_end(self.state, self.control)
 
-    def _observe(self, action: Action) -> None:
+    def _before(self, action: Action) -> None:
+        self._tell_of_computation(_BEGINS, action)
+        if isinstance(action, Bubble):
+            self.callbacks.on_bubble(self.state, self.control, index=action.index, capacity=action.capacity)
+
+    def _after(self, action: Action) -> None:
+        self._tell_of_computation(_ENDS, action)
         # The backward through the rank's first stage is the last that a micro-batch comes to.
         if isinstance(action, ADDING_GRADIENTS) and action.stage == self.engine.stages[0].index:
             self.callbacks.on_substep_end(self.state, self.control, micro_batch=action.micro_batch)
+
+    def _tell_of_computation(self, events: Mapping[type[Action], str], action: Action) -> None:
+        event = events.get(type(action))
+        if event is not None:
+            assert isinstance(action, COMPUTATIONS)
+            tell = getattr(self.callbacks, event)
+            tell(self.state, self.control, stage=action.stage, micro_batch=action.micro_batch)
 
     def _after_step(self) -> None:
         every = self.job.arguments.eval_steps

@@ -12,7 +12,7 @@ from syncline.program.actions import (
     StartReceivingActivation,
     StartReceivingGradient,
 )
-from syncline.program.schedules import SCHEDULES
+from syncline.program.schedules import BOUNDED, SCHEDULES
 from syncline.program.text import listing
 from syncline.program.verify import verify
 from syncline.strategy import V_SHAPED, Strategy
@@ -53,7 +53,7 @@ def test_what_the_next_computation_needs_is_asked_for_before_the_one_in_front_of
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *BOUNDED])
 def test_every_receive_but_the_first_is_started_one_computation_ahead(schedule):
     for positions, micro_batches in ((2, 1), (2, 5), (3, 7), (4, 8)):
         program = ahead(schedule, positions, micro_batches)

@@ -20,10 +20,11 @@ from syncline.program.actions import (
     ReduceReplicated,
     SendActivation,
 )
-from syncline.program.costs import COSTS, bubble_fraction
+from syncline.program.costs import bubble_fraction
 from syncline.program.messages import messages_in_flight
-from syncline.program.schedules import SCHEDULES
+from syncline.program.schedules import BOUNDED, SCHEDULES, schedule_named
 from syncline.program.schedules.alternating import groups, live_limit
+from syncline.program.simulation import EQUAL
 from syncline.program.verify import verify
 from syncline.strategy import V_SHAPED, Strategy
 from syncline.topology import Topology
@@ -46,7 +47,8 @@ def step(positions: int, per_position: int, micro_batches: int, schedule: str = 
 
 
 def computations(positions: int, per_position: int, position: int, micro_batches: int, schedule: str) -> list:
-    return list(SCHEDULES[schedule](placement_of(positions, per_position, schedule), position, micro_batches))
+    placement = placement_of(positions, per_position, schedule)
+    return list(schedule_named(schedule, placement.stages)(placement, position, micro_batches))
 
 
 def placement_of(positions: int, per_position: int, schedule: str) -> Placement:
@@ -62,7 +64,7 @@ def most_waiting(order: list) -> int:
     return most
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *BOUNDED])
 @pytest.mark.parametrize("positions", [1, 2, 3, 4, 8])
 def test_every_stage_computes_every_micro_batch_once(schedule, positions):
     for per_position, micro_batches in product((1, 2, 3), MICRO_BATCHES):
@@ -151,7 +153,8 @@ def test_down_the_ranks_and_up_again_every_rank_holds_as_much():
 
 
 def test_forward_and_halves_cost_the_same_and_a_backward_both_halves():
-    assert COSTS[Forward] == COSTS[BackwardInput] == COSTS[BackwardWeight] == COSTS[Backward] / 2 == 1.0
+    forward, first, second, whole = (EQUAL.of(kind(0, 0)) for kind in (*HALVES, Backward))
+    assert forward == first == second == whole / 2 == 1.0
 
 
 def test_no_rank_holds_more_for_halved_backwards_than_the_first_one_holds_anyway():
@@ -192,7 +195,7 @@ def test_no_group_is_smaller_than_the_ranks_unless_there_are_too_few_micro_batch
         assert min(sizes) >= min(positions, k)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *BOUNDED])
 def test_every_schedule_verifies(schedule):
     for positions, per_position, k in product((2, 3, 5, 8), (1, 2, 3), (1, 2, 5, 7, 23)):
         verify(step(positions, per_position, k, schedule))

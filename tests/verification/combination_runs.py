@@ -192,8 +192,8 @@ def run_exactly(run: Run, reference: Any, rank: int) -> Findings:
         engine = start_engine(job, rank, device)
         step = engine.worker.step
 
-        def recorded(micro_batches, learning_rate, observe=None) -> StepResult:
-            results.append(step(micro_batches, learning_rate, observe))
+        def recorded(*arguments, **keys) -> StepResult:
+            results.append(step(*arguments, **keys))
             return results[-1]
 
         engine.worker.step = recorded  # type: ignore[method-assign]

@@ -28,6 +28,16 @@ SCHEDULES: Mapping[str, Keys] = {
         *(("1F1B", 1), ("FThenB", 1), ("ZBH1", 1), ("VPP", 2), ("VPP", 3), ("FThenB", 2), ("ZBH1", 2), ("ZBH1", 3)),
         *(("ZBV", 2), ("DualPipeV", 2)),
     )
+} | {
+    # Less than 1F1B holds, more, and what is chosen from all of them.
+    "Bounded, 1 micro-batch": {"pipeline_schedule_mode": "Bounded", "pipeline_activation_limit": 1},
+    "Bounded, 2 stages a rank": {
+        "pipeline_schedule_mode": "Bounded",
+        "virtual_pp_degree": 2,
+        "pipeline_activation_limit": 5.5,
+    },
+    "BoundedV, 1.5 micro-batches": {"pipeline_schedule_mode": "BoundedV", "pipeline_activation_limit": 1.5},
+    "best": {"pipeline_schedule_mode": "best", "pipeline_activation_limit": 2},
 }
 
 CHOICES: Mapping[str, Mapping[str, Keys]] = {

@@ -101,13 +101,25 @@ class ParallelismArguments:
     pipeline_schedule_mode: str = _option(
         "1F1B",
         "The order of forwards and backwards in a pipeline: `1F1B` (`VPP` with virtual_pp_degree above 1, under either "
-        "name), `FThenB`, or with halved backwards `ZBH1`, `ZBV` and `DualPipeV`. The last two give each rank two "
-        "stages, and the model runs down the ranks and up again.",
+        "name), `FThenB`, or with halved backwards `ZBH1`, `ZBV`, `DualPipeV`, `Bounded`, `BoundedV`. Those with a V "
+        "give each rank two stages, and the model runs down the ranks and up again. `best` is the one of them, with 1 "
+        "to 4 stages a rank or virtual_pp_degree, that a simulation finds to be the shortest within "
+        "pipeline_activation_limit.",
         effect="the order of all compute actions",
         cost="1F1B holds the activations of at most as many micro-batches as there are ranks from here on; FThenB of "
         "all k. ZBH1 lets every rank hold as much as the first one does, and ranks wait a third of 1F1B's time. See "
         "docs/schedules.md.",
-        choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
+        choices=("1F1B", "FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV", "Bounded", "BoundedV", "best"),
+    )
+    pipeline_activation_limit: float | None = _option(
+        None,
+        "Under the schedules Bounded, BoundedV and best: of how many micro-batches a rank may hold the activations of "
+        "all its layers.",
+        effect="how many forwards a rank may be ahead of its backwards",
+        cost="Less than pipeline_parallel_degree saves memory and lets ranks wait longer. See docs/schedules.md.",
+        minimum=1,
+        unset=-1,
+        default_text="pipeline_parallel_degree, which 1F1B needs",
     )
     tensor_parallel_degree: int = _option(
         1,

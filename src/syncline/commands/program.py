@@ -28,6 +28,8 @@ def program(words: Sequence[str]) -> int:
     job = describe_job(arguments)
     for warning in job.strategy.warnings:
         print(f"syncline: warning: {warning}", file=sys.stderr)
+    for note in job.notes:
+        print(f"syncline: {note}", file=sys.stderr)
     ranks = [_rank(split.options["rank"], job.program.topology.world_size)] if "rank" in split.options else None
     if "without" in split.options:
         if "html" in split.options:

@@ -60,6 +60,8 @@ def _checked_job(arguments: TrainingArguments, *, warn: bool) -> Job:
     job = describe_job(arguments)
     for warning in job.strategy.warnings if warn else ():
         print(f"syncline: warning: {warning}", file=sys.stderr)
+    for note in job.notes if warn else ():
+        print(f"syncline: {note}", file=sys.stderr)
     check_model(job)
     return job
 

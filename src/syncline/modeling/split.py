@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from syncline.arguments.segmentation import UNIFORM, Segmentation
 from syncline.errors import UserError
-from syncline.modeling.assignment import assign_layers
+from syncline.modeling.assignment import assign_layers, products_per_token
 from syncline.modeling.freezing import frozen_parameters
 from syncline.modeling.order import Uses, block_of, uses_by_registration
 from syncline.modeling.passthrough import Injector, PassThrough
@@ -73,6 +73,15 @@ def plan_split(model: PreTrainedModel, stages: int, segmentation: Segmentation =
     _refuse_unowned(model, plan)
     _refuse_shared_layers(model, plan)
     return plan
+
+
+def stage_costs(model: PreTrainedModel, plan: SplitPlan) -> tuple[int, ...]:
+    """What each of several stages costs, in multiplications of a forward for one token."""
+    layers = [products_per_token(layer) for layer in model.get_submodule(plan.layers).children()]
+    costs = [sum(layers[index] for index in indices) for indices in plan.layer_ranges]
+    for stage, names in ((0, plan.before), (-1, plan.after)):
+        costs[stage] += sum(products_per_token(model.get_submodule(name)) for name in names)
+    return tuple(costs)
 
 
 def specs(

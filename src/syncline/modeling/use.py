@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -111,8 +111,8 @@ class ParameterUse(TorchFunctionMode):
                 yield bucket
 
 
-def run_backward(output: Tensor, gradient: Tensor) -> None:
-    """Add the gradients of `output`, given its own, to those of the parameters.
+def run_backward(output: GradientEdge, gradient: Tensor) -> None:
+    """Add the gradients of an output, given its own, to those of the parameters; `output` is where its way back begins.
 
     `torch.autograd.backward` leaves every context such as `ParameterUse` before it runs; this does not.
     """

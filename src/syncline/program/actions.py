@@ -186,6 +186,16 @@ class StartReceivingGradient(PointToPoint):
     direction: ClassVar[str] = "gradient"
 
 
+@dataclass(frozen=True)
+class Bubble(Action):
+    """Nothing to do until the next message comes, or until other ranks have computed what they have to."""
+
+    index: int
+    """Which of the rank's bubbles in this step it is, from 0."""
+    capacity: float
+    """How long it lasts where messages take no time and all stages as long: in forwards through one stage."""
+
+
 # ---- The life of a gradient ------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from syncline.program.costs import with_peaks
 from syncline.program.layout import ParameterLayout
 from syncline.program.passes.allocation import allocate_where_written
 from syncline.program.passes.average import average_in_collective
+from syncline.program.passes.bubbles import mark_bubbles
 from syncline.program.passes.delay_loss_scale import delay_loss_scale
 from syncline.program.passes.divide_parameters import gather_around_use
 from syncline.program.passes.fold_scales import fold_scales
@@ -22,7 +23,7 @@ from syncline.program.passes.sharding import shard_updates, step_in_place
 from syncline.program.passes.sync_moment import sync_after_accumulation, sync_last_micro_batch
 from syncline.program.passes.tied_weights import sum_tied_gradients
 from syncline.program.program import Program, Sizes
-from syncline.program.schedules import SCHEDULES
+from syncline.program.schedules import schedule_named
 from syncline.program.schedules.naive import forward_program, naive_program
 from syncline.strategy import Normalization, Strategy, SyncMoment
 
@@ -37,7 +38,7 @@ def build_program(strategy: Strategy, layout: ParameterLayout, *, activation_byt
     `activation_bytes` is the size of one micro-batch's hidden states between two stages.
     """
     sizes = sizes_of(strategy, activation_bytes)
-    schedule = SCHEDULES[strategy.schedule]
+    schedule = schedule_named(strategy.schedule, strategy.most_activations)
     program = naive_program(strategy.topology, strategy.placement, layout, strategy.micro_batches, schedule, sizes)
     for step in passes(strategy):
         program = step(program)
@@ -67,7 +68,8 @@ def passes(strategy: Strategy) -> list[Pass]:
 
     First what every gradient is worth, who updates it, and when it is reduced; then scales are folded, so that no scale
     stands between a reduction and the place to which the overlap moves its wait; then the storage, which depends on all
-    that reads it, and with it the overlap; last the parameters.
+    that reads it, and with it the overlap; last the parameters, and what the
+    order leaves unused.
     """
     divides = strategy.shards > 1
     frees = strategy.frees_reduced_gradients
@@ -98,5 +100,6 @@ def passes(strategy: Strategy) -> list[Pass]:
         (strategy.overlap, overlap_reductions),
         (divides and strategy.overlap_gathers and not strategy.divides_parameters, gather_behind_forward),
         (strategy.divides_parameters, gather_around_use),
+        (strategy.topology.pp > 1, mark_bubbles),
     ]
     return [chosen for applies, chosen in choices if applies]

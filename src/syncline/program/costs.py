@@ -11,21 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from syncline.program.actions import (
-    ADDING_GRADIENTS,
-    USING_PARAMETERS,
+    COMPUTATIONS,
     Action,
     AllocateGradients,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     ClipGradients,
+    Computation,
     CountTokens,
-    Forward,
     FreeGradients,
     FreeParameters,
     GatherParameters,
-    ReceiveActivation,
-    ReceiveGradient,
     ReduceGradients,
     ReduceLoss,
     ReduceReplicated,
@@ -33,13 +27,11 @@ from syncline.program.actions import (
     SendGradient,
 )
 from syncline.program.program import Program
+from syncline.program.simulation import Moment, length, most_activations, simulate
 from syncline.strategy import Ownership
 
 SCALAR_BYTES = 8
 """Token counts, norms and losses travel as one 8-byte number each."""
-
-COSTS: dict[type[Action], float] = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
-"""The time of a computation in forwards: each half of a backward has a matrix product for each of the forward's."""
 
 
 def wire_bytes(kind: str, members: int, payload: int, *, owner: bool = True) -> int:
@@ -131,14 +123,8 @@ def peak_gathered_bytes(program: Program, rank: int) -> int:
 
 
 def peak_activations(program: Program, rank: int) -> int:
-    """The most micro-batches whose activations are alive at any moment, each at one of the rank's stages: from its
-    forward to its backward, to the second half of it where there are two.
-    """
-    peak = held = 0
-    for action in program.ranks[rank]:
-        held += isinstance(action, Forward) - isinstance(action, ADDING_GRADIENTS)
-        peak = max(peak, held)
-    return peak
+    """The most micro-batches whose activations are alive at any moment, each at one of the rank's stages."""
+    return most_activations(program.ranks[rank])
 
 
 def with_peaks(program: Program) -> Program:
@@ -160,47 +146,26 @@ def reductions(program: Program) -> Counter[int]:
 
 
 def bubble_fraction(program: Program) -> float:
-    """The share of the step in which ranks wait for one another, as `simulated_time` has it."""
-    pipeline = program.topology.group(0, ("pp",))
-    busy = sum(COSTS.get(type(action), 0.0) for rank in pipeline for action in program.ranks[rank])
-    length = simulated_time(program)
-    return 1.0 - busy / (length * len(pipeline)) if length else 0.0
+    """The share of the step in which ranks wait for one another, as `simulated` has it."""
+    moments = simulated(program)
+    busy = sum(moment.end - moment.begin for own in moments for moment in own)
+    step = length(moments)
+    return 1.0 - busy / (step * len(moments)) if step else 0.0
 
 
 def simulated_time(program: Program) -> float:
-    """How long a pipeline computes and waits in one step, in forwards through one stage; computations take `COSTS`,
-    messages nothing.
-    """
+    """How long a pipeline computes and waits in one step, in forwards through one stage, as `simulated` has it."""
+    return length(simulated(program))
+
+
+def simulated(program: Program) -> tuple[tuple[Moment, ...], ...]:
+    """When the ranks of a pipeline compute in one step, in forwards through one stage; messages take no time."""
     pipeline = program.topology.group(0, ("pp",))
-    finish: dict[tuple[str, int, int], float] = {}
-    clocks = dict.fromkeys(pipeline, 0.0)
-    positions = dict.fromkeys(pipeline, 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank in pipeline:
-            actions = program.ranks[rank]
-            while positions[rank] < len(actions):
-                action = actions[positions[rank]]
-                arrival = _arrival(action, finish)
-                if arrival is None:
-                    break
-                clocks[rank] = max(clocks[rank], arrival) + COSTS.get(type(action), 0.0)
-                if isinstance(action, USING_PARAMETERS):
-                    direction = "activation" if isinstance(action, Forward) else "gradient"
-                    finish[direction, action.stage, action.micro_batch] = clocks[rank]
-                positions[rank] += 1
-                moved = True
-    return max(clocks.values())
+    return simulate(program.placement, [computations(program, rank) for rank in pipeline])
 
 
-def _arrival(action: Action, finish: dict[tuple[str, int, int], float]) -> float | None:
-    """When what a receive waits for is there; None while unknown, 0 for everything that waits for nobody."""
-    if isinstance(action, ReceiveActivation):
-        return finish.get(("activation", action.stage - 1, action.micro_batch))
-    if isinstance(action, ReceiveGradient):
-        return finish.get(("gradient", action.stage + 1, action.micro_batch))
-    return 0.0
+def computations(program: Program, rank: int) -> list[Computation]:
+    return [action for action in program.ranks[rank] if isinstance(action, COMPUTATIONS)]
 
 
 def summary(program: Program) -> dict[str, Any]:

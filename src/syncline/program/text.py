@@ -7,6 +7,7 @@ from typing import Any
 
 from syncline.program.actions import (
     Action,
+    Bubble,
     ClipGradients,
     GatherParameters,
     OptimizerStep,
@@ -47,6 +48,8 @@ def line(action: Action, *, tells_stage: bool = False) -> str:
         return (
             f"{name} of buckets {','.join(map(str, action.buckets)) or 'none'} over {action.group}{_by(action.scale)}"
         )
+    if isinstance(action, Bubble):
+        return f"{name} {action.index} for {action.capacity:g} forwards"
     if isinstance(action, OptimizerStep):
         return f"{name} {action.bucket}{_by(action.scale)}"
     if hasattr(action, "micro_batch"):

@@ -6,37 +6,25 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from syncline.modeling.batch import MicroBatch
 from syncline.modeling.stage import Stage
-from syncline.modeling.use import run_backward
 from syncline.program.actions import (
     AccumulateShard,
     Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
+    Bubble,
     CheckFinite,
     ClipGradients,
     CountTokens,
-    Forward,
     FreeGradients,
     OptimizerStep,
-    PointToPoint,
-    ReceiveActivation,
-    ReceiveGradient,
     ReduceLoss,
     ReduceReplicated,
     ScaleGradients,
-    ScaleLoss,
-    SendActivation,
-    SendGradient,
-    StartReceivingActivation,
-    StartReceivingGradient,
     WaitGather,
     WaitReduce,
     ZeroGradients,
@@ -46,11 +34,12 @@ from syncline.program.program import Program
 from syncline.runtime.clip import clipping_factor, squared_norm
 from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for, waiting
 from syncline.runtime.collectives import Collectives
+from syncline.runtime.computations import Computations, Compute, Flow
 from syncline.runtime.gradients import Gradients
 from syncline.runtime.loss_scale import LossScale
 from syncline.runtime.optimizer import BucketOptimizer, UpdateRule
 from syncline.runtime.parameters import Parameters
-from syncline.runtime.products import PutOff, accumulate_in_products
+from syncline.runtime.products import accumulate_in_products
 from syncline.runtime.readback import Readback
 from syncline.runtime.transport import Transport
 
@@ -68,11 +57,11 @@ PHASES: dict[type[Action], Phase] = {
 }
 """Actions that are not forward and backward work."""
 
-
-Computation = Callable[[Stage, MicroBatch, "Tensor | None"], Tensor]
-"""What a forward computes: (stage, micro-batch, hidden states received) -> hidden states, loss or logits."""
-
 Observe = Callable[[Action], None]
+
+
+def _nothing(action: Action) -> None:
+    """For whom nobody has asked."""
 
 
 @dataclass(frozen=True)
@@ -119,23 +108,11 @@ class StepResult:
 
 @dataclass
 class _StepState:
-    """What lives from the first to the last action of one step."""
+    """What is decided from the first to the last action of one program."""
 
-    micro_batches: Sequence[MicroBatch]
-    learning_rate: float
-    compute: Computation
+    learning_rate: float = 0.0
     tokens: int = 0
     tokens_known: bool = False
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    put_off: dict[tuple[int, int], PutOff] = field(default_factory=dict)
-    """What the first halves of backwards have left to the second ones."""
-    seeds: dict[int, float] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    inside: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
-    """What happens during each computation, in program order."""
     gradient_norm: Tensor | None = None
     clip_factor: Tensor | None = None
     overflow: Tensor | None = None
@@ -173,12 +150,14 @@ class Worker:
         self._aside = aside or transport
         self._max_gradient_norm = max_gradient_norm
         self._timers = timers
-        self._state = _StepState((), 0.0, Stage.__call__)
+        self._state = _StepState()
         self._clock: Clock | None = None
         self.parameters = Parameters(rank, program, stages, collectives, self._waiting)
         self.gradients = Gradients(
             rank, program, self.parameters.buckets, gradient_dtype, collectives, self._value, self._waiting
         )
+        idle = Flow((), Stage.__call__, transport, {})
+        self.computations = Computations(stages, self.parameters, self.gradients, self._value, idle)
         self.optimizers = {
             bucket.id: BucketOptimizer(
                 bucket, self.parameters.buckets[bucket.id].owned, rules, program.owned(rank, bucket.id)
@@ -196,39 +175,35 @@ class Worker:
             )
         self._handlers: dict[type[Action], Callable[..., None]] = {
             CountTokens: self._count_tokens,
-            Forward: self._forward,
-            ScaleLoss: self._scale_loss,
-            Backward: self._backward,
-            BackwardInput: self._backward_input,
-            BackwardWeight: self._backward_weight,
-            SendActivation: self._send_activation,
-            ReceiveActivation: self._receive_activation,
-            SendGradient: self._send_gradient,
-            StartReceivingActivation: self._start_receiving,
-            StartReceivingGradient: self._start_receiving,
-            ReceiveGradient: self._receive_gradient,
+            Bubble: lambda action: None,
             ClipGradients: self._clip_gradients,
             CheckFinite: self._check_finite,
             OptimizerStep: self._optimizer_step,
             ReduceLoss: self._reduce_loss,
+            **self.computations.handlers,
             **self.gradients.handlers,
             **self.parameters.handlers,
         }
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float, observe: Observe | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        after: Observe = _nothing,
+        before: Observe = _nothing,
     ) -> StepResult:
         """One optimizer step of this rank: `micro_batches` of the program's number, on this rank's device.
 
-        `observe` is called with every action that has been performed where it stands in the program.
+        `before` and `after` are called with every action, before and after it is performed where it stands in the
+        program. A `Bubble` is nothing but the time between the two calls.
         """
         assert len(micro_batches) == self.program.micro_batches
         self._settle_loss_scale()
         self._collectives.traffic.restart()
         self.gradients.memory.restart_peak()
         self.parameters.memory.restart_peak()
-        state = _StepState(micro_batches, learning_rate, Stage.__call__, inside=self._inside)
-        result = self._run(self.program.ranks[self.rank], state, observe)
+        flow = Flow(micro_batches, Stage.__call__, self._transport, self._inside)
+        result = self._run(self.program.ranks[self.rank], flow, _StepState(learning_rate), after, before)
         self._undecided = result if self._checks_overflow else None
         return result
 
@@ -236,26 +211,26 @@ class Worker:
     def evaluate(self, program: Program, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Run a program without backwards; the loss is the sum of token losses.
 
-        May be called by an observer in the midst of a step, on all ranks at the same action.
+        May be called by `before` or `after` in the midst of a step, on all ranks at the same action.
         """
-        return self._run_aside(program, _StepState(micro_batches, 0.0, Stage.__call__))
+        return self._run_aside(program, self._flow_aside(program, micro_batches, Stage.__call__))
 
     @torch.no_grad()
     def predict(self, program: Program, micro_batch: MicroBatch) -> Tensor | None:
         """The logits (batch, sequence, vocabulary) of one micro-batch where its last stage is, None elsewhere."""
-        state = _StepState((micro_batch,), 0.0, _hidden_or_logits)
-        self._run_aside(program, state)
-        return next(iter(state.outputs.values()), None)
+        flow = self._flow_aside(program, (micro_batch,), _hidden_or_logits)
+        self._run_aside(program, flow)
+        return next(iter(flow.outputs.values()), None)
 
-    def _run_aside(self, program: Program, state: _StepState) -> StepResult:
+    def _flow_aside(self, program: Program, micro_batches: Sequence[MicroBatch], compute: Compute) -> Flow:
+        return Flow(micro_batches, compute, self._aside, _actions_inside(program.ranks[self.rank]))
+
+    def _run_aside(self, program: Program, flow: Flow) -> StepResult:
         """Run another program on the same stages, and leave everything as it was."""
-        suspended, clock, transport = self._state, self._clock, self._transport
-        actions = program.ranks[self.rank]
-        state.inside = _actions_inside(actions)
-        self._transport = self._aside
+        suspended, clock = self._state, self._clock
         with self._collectives.traffic.aside(), self.parameters.at_rest():
-            result = self._run(actions, state)
-        self._state, self._clock, self._transport = suspended, clock, transport
+            result = self._run(program.ranks[self.rank], flow, _StepState())
+        self._state, self._clock = suspended, clock
         return result
 
     def _settle_loss_scale(self) -> None:
@@ -266,21 +241,29 @@ class Worker:
 
     # ---- Running ---------------------------------------------------------------------------------------------------
 
-    def _run(self, actions: Sequence[Action], state: _StepState, observe: Observe | None = None) -> StepResult:
+    def _run(
+        self,
+        actions: Sequence[Action],
+        flow: Flow,
+        state: _StepState,
+        after: Observe = _nothing,
+        before: Observe = _nothing,
+    ) -> StepResult:
         self._state = state
         clock = self._clock = clock_for(self._device)
         times: list[ActionTime] = []
         began_at, began = time.time(), time.perf_counter()
-        for position, action in enumerate(actions):
-            clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
-            start = time.perf_counter() - began if self._timers else 0.0
-            if getattr(action, "during", None) is None:
-                self._perform(action)
-            if self._timers:
-                times.append(ActionTime(position, start, time.perf_counter() - began))
-            if observe is not None:
-                observe(action)
-        self._transport.end_step()
+        with self.computations.on(flow):
+            for position, action in enumerate(actions):
+                clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
+                before(action)
+                start = time.perf_counter() - began if self._timers else 0.0
+                if getattr(action, "during", None) is None:
+                    self._handlers[type(action)](action)
+                if self._timers:
+                    times.append(ActionTime(position, start, time.perf_counter() - began))
+                after(action)
+            flow.transport.end_step()
         clock.enter(None)
         assert state.loss is not None
         scalars = [state.loss] if state.gradient_norm is None else [state.loss, state.gradient_norm]
@@ -305,12 +288,9 @@ class Worker:
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting(self._clock)
 
-    def _perform(self, action: Action) -> None:
-        self._handlers[type(action)](action)
-
     def _quantities(self, micro_batch: int | None = None) -> dict[str, float]:
         assert self._state.tokens_known, "a scale is needed before the tokens have been counted"
-        own = self._state.micro_batches[micro_batch].valid_tokens if micro_batch is not None else 0
+        own = self.computations.flow.micro_batches[micro_batch].valid_tokens if micro_batch is not None else 0
         return {
             "loss_scale": self.loss_scale.value,
             "tokens": self._state.tokens,
@@ -322,93 +302,14 @@ class Worker:
     def _value(self, scale: Factor, micro_batch: int | None = None) -> float:
         return scale.evaluate(self._quantities(micro_batch), 1.0)
 
-    # ---- Compute -----------------------------------------------------------------------------------------------------
+    # ---- Decisions and updates ---------------------------------------------------------------------------------------
 
     def _count_tokens(self, action: CountTokens) -> None:
         # On the host, from what the loader has counted: no device waits for it.
-        count = torch.tensor(sum(micro_batch.valid_tokens for micro_batch in self._state.micro_batches))
+        count = torch.tensor(sum(micro_batch.valid_tokens for micro_batch in self.computations.flow.micro_batches))
         self._collectives.sum(count, action.group, "the number of valid tokens on every replica")
         self._state.tokens = int(count)
         self._state.tokens_known = True
-
-    def _forward(self, action: Forward) -> None:
-        key = (action.stage, action.micro_batch)
-        stage = self.stages[action.stage]
-        # A backward will look for its input's gradient; without one to come nobody asks for the input again.
-        inputs = self._state.inputs
-        received = inputs.get(key) if torch.is_grad_enabled() else inputs.pop(key, None)
-        micro_batch = self._state.micro_batches[action.micro_batch]
-        with self.parameters.used_by(self._state.inside.get(action, ())):
-            output = self._state.compute(stage, micro_batch, received)
-        if stage.is_last and output.dim() == 0:
-            self._state.losses[action.micro_batch] = output.detach()
-        if action.stage + 1 in self.stages:  # This rank is its own neighbour.
-            self._take_activation(action.stage + 1, action.micro_batch, output.detach())
-            if not torch.is_grad_enabled():
-                return
-        self._state.outputs[key] = output
-
-    def _scale_loss(self, action: ScaleLoss) -> None:
-        self._state.seeds[action.micro_batch] = self._value(action.scale, action.micro_batch)
-
-    def _backward(self, action: Backward | BackwardInput) -> None:
-        key = (action.stage, action.micro_batch)
-        output = self._state.outputs.pop(key)
-        if self.stages[action.stage].is_last:
-            gradient = torch.full_like(output, self._state.seeds.get(action.micro_batch, 1.0))
-        else:
-            gradient = self._state.output_gradients.pop(key)
-        inside = self._state.inside.get(action, ())
-        with self.gradients.added_by(inside), self.parameters.used_by(inside):
-            if output.requires_grad:  # Not when all that precedes it is frozen.
-                run_backward(output, gradient)
-        received = self._state.inputs.pop(key, None)
-        if received is not None:
-            assert received.grad is not None, f"stage {action.stage} does not use what it receives"
-            gradients = self._state.input_gradients
-            if action.stage - 1 in self.stages:
-                gradients, key = self._state.output_gradients, (action.stage - 1, action.micro_batch)
-            gradients[key] = received.grad
-
-    def _backward_input(self, action: BackwardInput) -> None:
-        with self.gradients.put_off_by(action.stage) as put_off:
-            self._backward(action)
-        self._state.put_off[action.stage, action.micro_batch] = put_off
-
-    def _backward_weight(self, action: BackwardWeight) -> None:
-        put_off = self._state.put_off.pop((action.stage, action.micro_batch))
-        self.gradients.add(put_off, self._state.inside.get(action, ()))
-
-    # ---- Messages ----------------------------------------------------------------------------------------------------
-
-    def _shape(self, micro_batch: int) -> tuple[int, ...]:
-        return tuple(self._state.micro_batches[micro_batch].input_ids.shape)
-
-    def _send_activation(self, action: SendActivation) -> None:
-        key = (action.stage, action.micro_batch)
-        # Without a backward to come, nobody will ask for the output again.
-        output = self._state.outputs[key] if torch.is_grad_enabled() else self._state.outputs.pop(key)
-        self._transport.send(action, output.detach(), self._shape(action.micro_batch))
-
-    def _start_receiving(self, action: PointToPoint) -> None:
-        self._transport.start_receiving(action, self._shape(action.micro_batch))
-
-    def _receive_activation(self, action: ReceiveActivation) -> None:
-        hidden = self._transport.receive(action, self._shape(action.micro_batch))
-        self._take_activation(action.stage, action.micro_batch, hidden)
-
-    def _take_activation(self, stage: int, micro_batch: int, hidden: Tensor) -> None:
-        self._state.inputs[stage, micro_batch] = hidden.requires_grad_(torch.is_grad_enabled())
-
-    def _send_gradient(self, action: SendGradient) -> None:
-        gradient = self._state.input_gradients.pop((action.stage, action.micro_batch))
-        self._transport.send(action, gradient, self._shape(action.micro_batch))
-
-    def _receive_gradient(self, action: ReceiveGradient) -> None:
-        gradient = self._transport.receive(action, self._shape(action.micro_batch))
-        self._state.output_gradients[action.stage, action.micro_batch] = gradient
-
-    # ---- Decisions and updates ---------------------------------------------------------------------------------------
 
     def _clip_gradients(self, action: ClipGradients) -> None:
         square = squared_norm((self.gradients.buckets[id].consumed for id in action.buckets), self._device)
@@ -436,7 +337,7 @@ class Worker:
 
     def _reduce_loss(self, action: ReduceLoss) -> None:
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch, value in self._state.losses.items():
+        for micro_batch, value in self.computations.flow.losses.items():
             loss += value.double() * self._value(action.scale, micro_batch)
         self._collectives.sum(loss, action.group, "the loss of every rank")
         self._state.loss = loss

@@ -44,7 +44,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "sharding_comm_buffer_size_MB": (16,),
     "gradient_bucket_size_MB": (8,),
     "gradient_accumulation_steps": (1,),
-    "pipeline_schedule_mode": ("FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV"),
+    "pipeline_schedule_mode": ("FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV", "Bounded", "BoundedV", "best"),
+    "pipeline_activation_limit": (2,),
     "virtual_pp_degree": (2,),
     "hybrid_parallel_topo_order": ("sharding_first",),
 }

@@ -11,6 +11,7 @@ from syncline.program.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Bubble,
     Forward,
     PointToPoint,
     ReceiveActivation,
@@ -41,6 +42,7 @@ class PipelineRules:
         return {
             Forward: self._forward,
             ScaleLoss: self._scale_loss,
+            Bubble: lambda rank, action: None,
             Backward: self._backward,
             BackwardInput: self._backward,
             BackwardWeight: self._backward_weight,

@@ -5,10 +5,12 @@ number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from syncline.placement import Placement
 from syncline.program.actions import Computation
 from syncline.program.schedules.alternating import forward_then_backward, one_forward_one_backward, zero_bubble
+from syncline.program.schedules.bounded import bounded
 from syncline.program.schedules.v_shaped import dual_pipe_v, zero_bubble_v
 
 Schedule = Callable[[Placement, int, int], Iterable[Computation]]
@@ -23,3 +25,11 @@ SCHEDULES: dict[str, Schedule] = {
     "DualPipeV": dual_pipe_v,
 }
 """1F1B with several stages at a position is VPP, the interleaved schedule, under either name."""
+
+BOUNDED = ("Bounded", "BoundedV")
+"""Schedules that hold as many activations as they are told."""
+
+
+def schedule_named(name: str, most_activations: int) -> Schedule:
+    """The schedule of that name; `most_activations`, each of a micro-batch at one stage, binds those of `BOUNDED`."""
+    return partial(bounded, limit=most_activations) if name in BOUNDED else SCHEDULES[name]

@@ -7,6 +7,7 @@ bucket is updated and zeroed. Losses are sums over tokens and are not scaled: th
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from syncline.placement import Placement
@@ -15,6 +16,7 @@ from syncline.program.actions import (
     Action,
     BackwardWeight,
     ClipGradients,
+    Computation,
     CountTokens,
     Forward,
     OptimizerStep,
@@ -36,6 +38,11 @@ from syncline.program.schedules import Schedule
 from syncline.program.schedules.alternating import forwards
 from syncline.topology import REPLICA_AXES, Topology
 
+Receive = ReceiveActivation | ReceiveGradient
+
+Message = tuple[type[Receive], int, int]
+"""By what it is received, with the receiver's stage, and the micro-batch."""
+
 
 def naive_program(
     topology: Topology,
@@ -46,12 +53,13 @@ def naive_program(
     sizes: Sizes,
 ) -> Program:
     """The step with no option at all."""
+    orders = _orders(placement, micro_batches, schedule)
     ranks = []
     for rank in range(topology.world_size):
         stages = placement.stages_at(topology.position(rank))
         buckets = [bucket for stage in stages for bucket in layout.of_stage(stage)]
         actions: list[Action] = [CountTokens(replica_group(topology))]
-        for action in _pipeline(topology, placement, rank, micro_batches, schedule):
+        for action in _pipeline(topology, placement, rank, orders):
             actions.append(action)
             if isinstance(action, ADDING_GRADIENTS):
                 actions += _mean_over_replicas(topology, layout.of_stage(action.stage))
@@ -67,9 +75,10 @@ def forward_program(
     topology: Topology, placement: Placement, layout: ParameterLayout, micro_batches: int, sizes: Sizes
 ) -> Program:
     """Evaluation: every micro-batch runs forward through all stages; the summed loss and the token count come back."""
+    orders = _orders(placement, micro_batches, forwards)
     ranks = []
     for rank in range(topology.world_size):
-        only_forwards = _pipeline(topology, placement, rank, micro_batches, forwards)
+        only_forwards = _pipeline(topology, placement, rank, orders)
         ranks.append((CountTokens(replica_group(topology)), *only_forwards, ReduceLoss("world", ONE)))
     return _program(topology, placement, layout, micro_batches, sizes, ranks)
 
@@ -92,32 +101,67 @@ def _program(
     return Program(topology, placement, layout, micro_batches, ONE, sizes, tuple(map(tuple, ranks)), in_flight)
 
 
-def _pipeline(
-    topology: Topology, placement: Placement, rank: int, micro_batches: int, schedule: Schedule
-) -> Iterator[Action]:
-    def holder(stage: int) -> int | None:
-        """The rank to which a message goes; None where there is none, or it is this rank itself."""
-        there = 0 <= stage <= placement.last_stage
-        found = topology.neighbour(rank, pp=placement.position(stage)) if there else rank
-        return None if found == rank else found
+def _orders(placement: Placement, micro_batches: int, schedule: Schedule) -> list[list[Computation]]:
+    """What is computed at each position of a pipeline."""
+    return [list(schedule(placement, position, micro_batches)) for position in range(placement.positions)]
 
-    for action in schedule(placement, topology.position(rank), micro_batches):
+
+def _pipeline(
+    topology: Topology, placement: Placement, rank: int, orders: Sequence[Sequence[Computation]]
+) -> Iterator[Action]:
+    """The computations of `rank`, and the messages between them.
+
+    Messages are received in the order in which they are sent, and so before they are needed where their sender was in
+    more of a hurry than their receiver is.
+    """
+    own = topology.position(rank)
+    coming = _messages_to(own, placement, orders)
+    received: set[Message] = set()
+
+    def receive(kind: type[Receive], stage: int, micro_batch: int, source: int) -> Iterator[Action]:
+        there = placement.position(source)
+        if there == own or not 0 <= source <= placement.last_stage:
+            return
+        while (kind, stage, micro_batch) not in received:
+            message = coming[kind, there].popleft()
+            received.add(message)
+            yield kind(*message[1:], topology.neighbour(rank, pp=there))
+
+    def send(kind: type[SendActivation | SendGradient], stage: int, micro_batch: int, target: int) -> Iterator[Action]:
+        there = placement.position(target)
+        if there != own and 0 <= target <= placement.last_stage:
+            yield kind(stage, micro_batch, topology.neighbour(rank, pp=there))
+
+    for action in orders[own]:
         stage, index = action.stage, action.micro_batch
-        before, after = holder(stage - 1), holder(stage + 1)
         if isinstance(action, Forward):
-            if before is not None:
-                yield ReceiveActivation(stage, index, before)
+            yield from receive(ReceiveActivation, stage, index, stage - 1)
             yield action
-            if after is not None:
-                yield SendActivation(stage, index, after)
+            yield from send(SendActivation, stage, index, stage + 1)
         elif isinstance(action, BackwardWeight):
             yield action
         else:
-            if after is not None:
-                yield ReceiveGradient(stage, index, after)
+            yield from receive(ReceiveGradient, stage, index, stage + 1)
             yield action
-            if before is not None:
-                yield SendGradient(stage, index, before)
+            yield from send(SendGradient, stage, index, stage - 1)
+
+
+def _messages_to(
+    position: int, placement: Placement, orders: Sequence[Sequence[Computation]]
+) -> dict[tuple[type[Receive], int], deque[Message]]:
+    """What is sent to `position`, by kind and sender, in order."""
+    messages: defaultdict[tuple[type[Receive], int], deque[Message]] = defaultdict(deque)
+    neighbours = {stage + way for stage in placement.stages_at(position) for way in (-1, 1)}
+    senders = {placement.position(stage) for stage in neighbours & set(range(placement.stages))} - {position}
+    for sender in senders:
+        for action in orders[sender]:
+            if isinstance(action, BackwardWeight):
+                continue
+            kind, way = (ReceiveActivation, 1) if isinstance(action, Forward) else (ReceiveGradient, -1)
+            stage = action.stage + way
+            if 0 <= stage <= placement.last_stage and placement.position(stage) == position:
+                messages[kind, sender].append((kind, stage, action.micro_batch))
+    return messages
 
 
 def _mean_over_replicas(topology: Topology, buckets: Sequence[Bucket]) -> Iterator[Action]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from syncline.markdown import table
 from syncline.program.costs import bubble_fraction, peak_activations
 from syncline.program.example import program_of_layers
 from syncline.program.program import Program
-from syncline.strategy import Sharding, Strategy, SyncMoment
+from syncline.program.schedules.best import best
+from syncline.program.simulation import Costs
+from syncline.strategy import BEST, Sharding, Strategy, SyncMoment
 from syncline.topology import Topology
 
 LAYERS_PER_RANK = 12
@@ -20,9 +23,12 @@ SHAPES = ((4, 8), (4, 10), (4, 3), (8, 32))
 
 SHOWN = (
     *(("FThenB", 1), ("1F1B", 1), ("VPP", 2), ("VPP", 3)),
-    *(("ZBH1", 1), ("ZBH1", 2), ("ZBV", 2), ("DualPipeV", 2)),
+    *(("ZBH1", 1), ("ZBH1", 2), ("ZBV", 2), ("DualPipeV", 2), ("Bounded", 2), ("BoundedV", 2)),
 )
 """Schedules, and stages on each rank."""
+
+LIMITS = (0.5, 1.0, 2.0)
+"""What the best schedule may hold, in activations of as many micro-batches as there are ranks."""
 
 FORMULAE = (
     ("FThenB", "(p - 1) / v * (F + B)", "k * v", "all forwards, then all backwards"),
@@ -31,11 +37,13 @@ FORMULAE = (
     ("ZBH1", "(p - 1) * (F + I - W)", "p", "halved backwards; with v > 1 VPP's, halved: about the v-th part"),
     ("ZBV", "(p - 1) / 2 * F", "2 * p", "halved backwards, down the ranks and up again"),
     ("DualPipeV", "p / 2 * F or less", "2 * p + 1", "the same, a forward beside a backward"),
+    ("Bounded", "(p - 1) / v * F or more", "the limit, times v", "halved backwards, as early as the limit allows"),
+    ("BoundedV", "(p - 1) / 2 * F or more", "the limit, times 2", "the same, down the ranks and up again"),
 )
 
 
 def schedules_markdown() -> str:
-    return "\n".join([*_introduction(), *_formulae(), *_figures()])
+    return "\n".join([*_introduction(), *_formulae(), *_figures(), *_best()])
 
 
 def _introduction() -> Iterator[str]:
@@ -57,7 +65,7 @@ def _formulae() -> Iterator[str]:
         "rank a forward F and a backward B, which is I for the gradient of the input and W for those of the weights: "
         "how long a rank waits in a step, and how many micro-batches' activations rank r (from 0) holds at most, each "
         "at one of its stages. Micro-batches go round in groups of at most g, which is p where p divides k. For the "
-        "last two k is 2 p at least, and F = I = W."
+        "four from ZBV on k is 2 p at least, and F = I = W."
     )
     yield ""
     yield from table(
@@ -99,6 +107,38 @@ def _figures() -> Iterator[str]:
                 )
             )
     yield from table(("Step", "Schedule", "Waiting", "Activations", "Gradients, last", "Gradients, every"), rows)
+
+
+def _best() -> Iterator[str]:
+    yield (
+        "`pipeline_schedule_mode: best` simulates all of these but FThenB, with 1 to 4 stages a rank or as many as "
+        "`virtual_pp_degree` says, on the costs of the model's own stages, and takes the shortest that holds no more "
+        "activations than `pipeline_activation_limit` allows. Which one it is stands in the command's output. For "
+        "equal stages, with waiting as above:"
+    )
+    yield ""
+    rows = []
+    for positions, micro_batches in SHAPES:
+        for limit in (positions * share for share in LIMITS):
+            strategy = Strategy(
+                topology=Topology(pp=positions), micro_batches=micro_batches, schedule=BEST, activation_limit=limit
+            )
+            chosen = best(strategy, partial(_equal_stages, positions))
+            assert chosen is not None
+            rows.append(
+                (
+                    f"p = {positions}, k = {micro_batches}",
+                    f"{limit:g}",
+                    chosen.title,
+                    f"{100 * (1 - chosen.busy / chosen.time):.1f} %",
+                    f"{chosen.activations:.1f}",
+                )
+            )
+    yield from table(("Step", "Limit", "Best", "Waiting", "Activations"), rows)
+
+
+def _equal_stages(ranks: int, stages: int) -> Costs:
+    return Costs(stages=(ranks / stages,) * stages)
 
 
 _MOMENTS = (SyncMoment.LAST_MICRO_BATCH, SyncMoment.EVERY_MICRO_BATCH)

@@ -1,0 +1,191 @@
+"""Performs a rank's forwards and backwards, and passes what they yield from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from syncline.modeling.batch import MicroBatch
+from syncline.modeling.stage import Stage
+from syncline.modeling.use import run_backward
+from syncline.program.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    PointToPoint,
+    ReceiveActivation,
+    ReceiveGradient,
+    ScaleLoss,
+    SendActivation,
+    SendGradient,
+    StartReceivingActivation,
+    StartReceivingGradient,
+)
+from syncline.program.factors import Factor
+from syncline.runtime.gradients import Gradients
+from syncline.runtime.parameters import Parameters
+from syncline.runtime.products import PutOff
+from syncline.runtime.transport import Transport
+
+Compute = Callable[[Stage, MicroBatch, "Tensor | None"], Tensor]
+"""What a forward computes: (stage, micro-batch, hidden states received) -> hidden states, loss or logits."""
+
+Place = tuple[int, int]
+"""Stage, micro-batch."""
+
+
+@dataclass
+class Flow:
+    """What is on its way through this rank's stages, from the first to the last action of one program."""
+
+    micro_batches: Sequence[MicroBatch]
+    compute: Compute
+    transport: Transport
+    inside: Mapping[Action, Sequence[Action]]
+    """What happens during each computation, in program order."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of each micro-batch, where the last stage is."""
+    inputs: dict[Place, Tensor] = field(default_factory=dict)
+    outputs: dict[Place, Tensor] = field(default_factory=dict)
+    """Until they are sent; without backwards also what the last stage computes."""
+    ways_back: dict[Place, GradientEdge | None] = field(default_factory=dict)
+    """Where the backward of an output begins; None for one that needs none. It does not keep the output itself alive,
+    of which no backward reads the values.
+    """
+    seeds: dict[int, float] = field(default_factory=dict)
+    """The gradients of losses, where they are not 1."""
+    output_gradients: dict[Place, Tensor] = field(default_factory=dict)
+    input_gradients: dict[Place, Tensor] = field(default_factory=dict)
+    put_off: dict[Place, PutOff] = field(default_factory=dict)
+    """What the first halves of backwards have left to the second ones."""
+
+
+class Computations:
+    """One rank's stages at work on a `Flow`."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        parameters: Parameters,
+        gradients: Gradients,
+        value: Callable[[Factor, int], float],
+        idle: Flow,
+    ) -> None:
+        """`value` is what a factor amounts to for a micro-batch; `idle` stands where no program runs."""
+        self._stages = stages
+        self._parameters = parameters
+        self._gradients = gradients
+        self._value = value
+        self.flow = idle
+        self.handlers: dict[type[Action], Callable[[Any], None]] = {
+            Forward: self._forward,
+            ScaleLoss: self._scale_loss,
+            Backward: self._backward,
+            BackwardInput: self._backward_input,
+            BackwardWeight: self._backward_weight,
+            SendActivation: self._send_activation,
+            SendGradient: self._send_gradient,
+            StartReceivingActivation: self._start_receiving,
+            StartReceivingGradient: self._start_receiving,
+            ReceiveActivation: self._receive_activation,
+            ReceiveGradient: self._receive_gradient,
+        }
+
+    @contextmanager
+    def on(self, flow: Flow) -> Iterator[None]:
+        """Meanwhile `flow` is what is worked on."""
+        suspended, self.flow = self.flow, flow
+        yield
+        self.flow = suspended
+        left = [*flow.inputs, *flow.ways_back, *flow.output_gradients, *flow.input_gradients, *flow.put_off]
+        assert not left, f"still there at the end of the program, by stage and micro-batch: {left}"
+
+    # ---- Forwards and backwards --------------------------------------------------------------------------------------
+
+    def _forward(self, action: Forward) -> None:
+        flow, place, stage = self.flow, _place(action), self._stages[action.stage]
+        comes_back = torch.is_grad_enabled()
+        # A backward will look for its input's gradient; without one to come nobody asks for the input again.
+        received = flow.inputs.get(place) if comes_back else flow.inputs.pop(place, None)
+        with self._parameters.used_by(flow.inside.get(action, ())):
+            output = flow.compute(stage, flow.micro_batches[action.micro_batch], received)
+        if comes_back:
+            flow.ways_back[place] = get_gradient_edge(output) if output.requires_grad else None
+        if stage.is_last and output.dim() == 0:
+            flow.losses[action.micro_batch] = output.detach()
+        if action.stage + 1 in self._stages:  # This rank is its own neighbour.
+            self._take_activation(action.stage + 1, action.micro_batch, output.detach())
+        elif not (stage.is_last and comes_back):
+            flow.outputs[place] = output.detach()
+
+    def _scale_loss(self, action: ScaleLoss) -> None:
+        self.flow.seeds[action.micro_batch] = self._value(action.scale, action.micro_batch)
+
+    def _backward(self, action: Backward | BackwardInput) -> None:
+        flow, place = self.flow, _place(action)
+        way_back = flow.ways_back.pop(place)
+        if self._stages[action.stage].is_last:
+            gradient = torch.full_like(flow.losses[action.micro_batch], flow.seeds.get(action.micro_batch, 1.0))
+        else:
+            gradient = flow.output_gradients.pop(place)
+        inside = flow.inside.get(action, ())
+        with self._gradients.added_by(inside), self._parameters.used_by(inside):
+            if way_back is not None:  # It is where all that precedes the output is frozen.
+                run_backward(way_back, gradient)
+        received = flow.inputs.pop(place, None)
+        if received is None:
+            return
+        assert received.grad is not None, f"stage {action.stage} does not use what it receives"
+        if action.stage - 1 in self._stages:
+            flow.output_gradients[action.stage - 1, action.micro_batch] = received.grad
+        else:
+            flow.input_gradients[place] = received.grad
+
+    def _backward_input(self, action: BackwardInput) -> None:
+        with self._gradients.put_off_by(action.stage) as put_off:
+            self._backward(action)
+        self.flow.put_off[_place(action)] = put_off
+
+    def _backward_weight(self, action: BackwardWeight) -> None:
+        self._gradients.add(self.flow.put_off.pop(_place(action)), self.flow.inside.get(action, ()))
+
+    # ---- Messages ----------------------------------------------------------------------------------------------------
+
+    def _send_activation(self, action: SendActivation) -> None:
+        self._send(action, self.flow.outputs.pop(_place(action)))
+
+    def _send_gradient(self, action: SendGradient) -> None:
+        self._send(action, self.flow.input_gradients.pop(_place(action)))
+
+    def _start_receiving(self, action: PointToPoint) -> None:
+        self.flow.transport.start_receiving(action, self._shape(action))
+
+    def _receive_activation(self, action: ReceiveActivation) -> None:
+        self._take_activation(action.stage, action.micro_batch, self._receive(action))
+
+    def _receive_gradient(self, action: ReceiveGradient) -> None:
+        self.flow.output_gradients[_place(action)] = self._receive(action)
+
+    def _take_activation(self, stage: int, micro_batch: int, hidden: Tensor) -> None:
+        self.flow.inputs[stage, micro_batch] = hidden.requires_grad_(torch.is_grad_enabled())
+
+    def _send(self, action: PointToPoint, tensor: Tensor) -> None:
+        self.flow.transport.send(action, tensor, self._shape(action))
+
+    def _receive(self, action: PointToPoint) -> Tensor:
+        return self.flow.transport.receive(action, self._shape(action))
+
+    def _shape(self, action: PointToPoint) -> tuple[int, ...]:
+        return tuple(self.flow.micro_batches[action.micro_batch].input_ids.shape)
+
+
+def _place(action: Forward | Backward | BackwardInput | BackwardWeight | PointToPoint) -> Place:
+    return action.stage, action.micro_batch
