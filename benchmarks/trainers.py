@@ -158,21 +158,22 @@ class SynclineTrainer:
             **mode.options,
         }
         self._worker = start_engine(describe_job(arguments_from_mapping(keys)), rank, CPU).worker
+        self.actions = self._worker.program.ranks[rank]
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._result = self._worker.step(micro_batches, LEARNING_RATE)
+        self.result = self._worker.step(micro_batches, LEARNING_RATE)
 
     def watched_step(self, micro_batches: Sequence[MicroBatch]) -> StepFigures:
         self.step(micro_batches)
-        result = self._result
+        result = self.result
         return StepFigures(result.bytes_sent, result.peak_gradient_bytes, result.held_gradient_bytes)
 
     def loss(self) -> float:
-        return float(self._result.loss)
+        return float(self.result.loss)
 
     def gradient_norm(self) -> float:
-        assert self._result.gradient_norm is not None
-        return float(self._result.gradient_norm)
+        assert self.result.gradient_norm is not None
+        return float(self.result.gradient_norm)
 
 
 class DdpTrainer:

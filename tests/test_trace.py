@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 
 from syncline.program.text import listing
-from syncline.reports.trace import chrome_trace, read_timelines
+from syncline.reports.timeline import TimelineFile, read_timelines
+from syncline.reports.trace import chrome_trace
+from syncline.runtime.clock import ActionTime
 from syncline.strategy import Strategy
 from syncline.topology import Topology
 from tests.program.examples import small_program
 
 PROGRAM = small_program(Strategy(topology=Topology(pp=2), micro_batches=2, release_gradients=True))
 BEGAN = {0: 100.0, 1: 100.25}
+
+
+def milliseconds(count: int) -> float:
+    return round(count * 1e-3, 9)
 
 
 def timeline(rank: int) -> list[dict]:
@@ -21,8 +27,8 @@ def timeline(rank: int) -> list[dict]:
             "step": step + 1,
             "began": BEGAN[rank] + step,
             "position": position,
-            "start": position * 1e-3,
-            "end": (position + 1) * 1e-3,
+            "start": milliseconds(position),
+            "end": milliseconds(position + 1),
             **action.to_json(),
         }
         for step in range(2)
@@ -32,18 +38,21 @@ def timeline(rank: int) -> list[dict]:
 
 def test_every_action_stands_where_it_ran(tmp_path):
     for rank in range(2):
-        text = "".join(json.dumps(entry) + "\n" for entry in timeline(rank))
-        (tmp_path / f"timeline-rank{rank}.jsonl").write_text(text)
+        file = TimelineFile(tmp_path, rank, PROGRAM.ranks[rank])
+        for step in range(2):
+            places = range(len(PROGRAM.ranks[rank]))
+            times = [ActionTime(place, milliseconds(place), milliseconds(place + 1)) for place in places]
+            file.write(step + 1, BEGAN[rank] + step, times)
+    assert read_timelines(tmp_path) == {rank: timeline(rank) for rank in range(2)}
     trace = json.loads(json.dumps(chrome_trace(PROGRAM, read_timelines(tmp_path))))
     for rank in range(2):
-        lines, actions = listing(PROGRAM, rank), PROGRAM.ranks[rank]
-        outside = [place for place, action in enumerate(actions) if getattr(action, "during", None) is None]
+        lines = listing(PROGRAM, rank)
         found = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == rank]
-        assert [event["name"] for event in found] == 2 * [lines[place] for place in outside]
+        assert [event["name"] for event in found] == 2 * lines
         assert {round(event["dur"]) for event in found} == {1000}
         offset = 250_000 * rank
         assert [round(event["ts"]) for event in found] == [
-            offset + step * 1_000_000 + 1000 * place for step in range(2) for place in outside
+            offset + step * 1_000_000 + 1000 * place for step in range(2) for place in range(len(lines))
         ]
         (name,) = (e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["tid"] == rank)
         assert name == f"rank {rank}, stage {rank}"

@@ -334,6 +334,14 @@ def test_timers_write_when_each_action_ran(pool, text: Path, tmp_path: Path):
     assert {entry["step"] for entry in entries} == {1, 2}
     assert {"forward", "backward", "reduce_gradients", "optimizer_step"} <= {entry["action"] for entry in entries}
     assert all(entry["end"] >= entry["start"] for entry in entries)
+    for step in (1, 2):
+        of_step = [entry for entry in entries if entry["step"] == step]
+        assert [entry["position"] for entry in of_step] == list(range(len(of_step)))
+        (last,) = (entry for entry in of_step if (entry["action"], entry.get("micro_batch")) == ("backward", 1))
+        inside = [entry for entry in of_step if "during" in entry]
+        assert {entry["action"] for entry in inside} >= {"reduce_gradients"}
+        # The last bucket is full when the backward has added the last gradient, and so within it.
+        assert all(last["start"] <= entry["start"] <= entry["end"] <= last["end"] for entry in inside)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in events} == {0, 1}
     assert sum(event["name"] == "backward 1" for event in events) == 2 * 2

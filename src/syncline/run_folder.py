@@ -14,7 +14,10 @@ from syncline.arguments import TrainingArguments, resolved_yaml
 from syncline.callbacks import Evaluation
 from syncline.errors import UserError
 from syncline.program.program import Program
-from syncline.reports.trace import chrome_trace, read_timelines
+from syncline.reports.run_page import run_page
+from syncline.reports.timeline import read_timelines, timeline_paths
+from syncline.reports.trace import chrome_trace
+from syncline.trackers import read_metrics
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,15 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    def timeline(self, rank: int) -> Path:
-        """When each action of each step ran on `rank`, with timers on."""
-        return self.path / f"timeline-rank{rank}.jsonl"
-
     @property
     def trace(self) -> Path:
         """The timelines of all ranks as one trace for Perfetto or Chrome, written when a run with timers ends."""
         return self.path / "trace.json"
+
+    @property
+    def report(self) -> Path:
+        """The run as a page, written when it ends."""
+        return self.path / "report.html"
 
     def claim(self, arguments: TrainingArguments) -> None:
         """Make the folder, and take away what an earlier run of ours has left in it, if that is allowed.
@@ -99,14 +103,22 @@ class RunFolder:
         document = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         _write_whole(self.evaluation, json.dumps(document, allow_nan=False) + "\n")
 
-    def write_trace(self, program: Program) -> None:
-        """Merge the timelines that ranks have written here."""
-        _write_whole(self.trace, json.dumps(chrome_trace(program, read_timelines(self.path))) + "\n")
+    def write_reports(self, program: Program) -> None:
+        """What can be read once the run has ended: its page, and the timelines of all ranks, if there are any, as one
+        trace.
+        """
+        timelines = read_timelines(self.path)
+        if timelines:
+            _write_whole(self.trace, json.dumps(chrome_trace(program, timelines)) + "\n")
+        records = read_metrics(self.metrics) if self.metrics.exists() else []
+        evaluation = json.loads(self.evaluation.read_text(encoding="utf-8")) if self.evaluation.exists() else None
+        configuration = self.config.read_text(encoding="utf-8") if self.config.exists() else ""
+        _write_whole(self.report, run_page(program, configuration, records, timelines, evaluation))
 
     def _written(self) -> list[Path]:
         """What a run writes."""
-        files = [self.config, self.metrics, self.program, self.evaluation, *self.path.glob("timeline-rank*.jsonl")]
-        return [*files, self.trace, self.model, self.tensorboard]
+        files = [self.config, self.metrics, self.program, self.evaluation, *timeline_paths(self.path)]
+        return [*files, self.trace, self.report, self.model, self.tensorboard]
 
     def _refuse(self, arguments: TrainingArguments, holds_run: bool, left: list[Path]) -> None:
         given = f"output_dir {self.path}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +43,7 @@ from syncline.program.actions import (
     Forward,
 )
 from syncline.progress import ProgressMode, ProgressReport
+from syncline.reports.timeline import TimelineFile
 from syncline.run_folder import RunFolder
 from syncline.runtime.clock import Phase
 from syncline.runtime.learning_rate import LearningRateSchedule, ScheduleKind, learning_rate
@@ -86,6 +86,7 @@ class Trainer:
         self.device = device
         self.folder = RunFolder.of(job.arguments)
         self.engine: Engine = start_engine(job, rank, device)
+        self.timeline = TimelineFile(self.folder.path, rank, job.program.ranks[rank])
         arguments, topology = job.arguments, job.strategy.topology
         replicas, micro_batches = topology.replicas, job.strategy.micro_batches
         size = arguments.per_device_train_batch_size
@@ -117,7 +118,7 @@ class Trainer:
             self._read_results()
             evaluation = self.evaluate()
             self._sample()
-            self._write_trace()
+            self._write_reports()
             self.callbacks.on_train_end(self.state, self.control)
         except BaseException as error:
             self.callbacks.on_exception(self.state, self.control, error=error)
@@ -250,24 +251,15 @@ class Trainer:
         self.last_result = result
         self.state.first_record = self.state.first_record or record
         self.state.last_record = record
-        self._write_timeline(unread)
+        if result.timer is not None:
+            self.timeline.write(unread.step, result.began, result.timer.times())
         self.callbacks.on_log(self.state, self.control, record=record)
 
-    def _write_timeline(self, unread: _Unread) -> None:
-        if not unread.result.actions:
-            return
-        actions = self.job.program.ranks[self.rank]
-        with self.folder.timeline(self.rank).open("a", encoding="utf-8") as file:
-            for moment in unread.result.actions:
-                when = {"step": unread.step, "began": unread.result.began, **asdict(moment)}
-                entry = {**when, **actions[moment.position].to_json()}
-                file.write(json.dumps(entry) + "\n")
-
-    def _write_trace(self) -> None:
+    def _write_reports(self) -> None:
         if self.job.strategy.timers:
-            dist.barrier()
-            if self.rank == 0:
-                self.folder.write_trace(self.job.program)
+            dist.barrier()  # Every rank has written its timeline.
+        if self.rank == 0:
+            self.folder.write_reports(self.job.program)
 
     def _sample(self) -> None:
         arguments = self.job.arguments

@@ -157,7 +157,7 @@ FLAGS = (
         "enable_timer",
         CONFIGS,
         "Each action of each rank is timed: `timeline-rank*.jsonl`, and when the run ends `trace.json`, which Perfetto "
-        "and Chrome open.",
+        "and Chrome open, and a measured step in `report.html`.",
         "each action is timed; no device is synchronised for it",
         "Two timestamps per action.",
     ),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from syncline.arguments import OPTIONS, TrainingArguments, load_arguments
+from syncline.arguments import OPTIONS, TrainingArguments, load_arguments, resolved_yaml
 from syncline.arguments.flags import CONFIGS, FLAGS
 from syncline.arguments.nearest import nearest
 from syncline.commands.words import require_config, split_words
@@ -82,9 +82,9 @@ def _rank(text: str, world_size: int) -> int:
 
 
 def _write_page(path: Path, arguments: TrainingArguments, program: Program) -> None:
-    from syncline.reports.program_page import program_page
+    from syncline.reports.page import program_page
 
     try:
-        path.write_text(program_page(program, arguments), encoding="utf-8")
+        path.write_text(program_page(program, resolved_yaml(arguments)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--html {path}", f"it cannot be written: {error.strerror}", "Name another file") from error

@@ -5,31 +5,16 @@ Source of the format: Google, "Trace Event Format" (complete events `X`, counter
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from syncline.program.actions import AllocateGradients, FreeGradients
 from syncline.program.costs import gradient_bytes_between_steps
 from syncline.program.program import Program
 from syncline.program.text import listing, title
-
-Entry = Mapping[str, Any]
-"""A line of a timeline: `step`, `position` in the rank's actions, `start` and `end` in seconds since the step began,
-`began` in seconds since the epoch, and the action.
-"""
+from syncline.reports.timeline import Entry
 
 MICROSECONDS = 1e6
-
-
-def read_timelines(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By rank the entries of every `timeline-rank*.jsonl` in the folder of a run."""
-    found = {}
-    for path in sorted(folder.glob("timeline-rank*.jsonl")):
-        rank = int(path.stem.removeprefix("timeline-rank"))
-        found[rank] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return found
 
 
 def chrome_trace(program: Program, timelines: Mapping[int, Iterable[Entry]]) -> dict[str, Any]:
@@ -51,17 +36,15 @@ def _events(program: Program, rank: int, entries: Iterable[Entry], first: float)
     for entry in entries:
         action = program.ranks[rank][entry["position"]]
         at = (entry["began"] - first + entry["start"]) * MICROSECONDS
-        # What happens during a computation has no time of its own.
-        if getattr(action, "during", None) is None:
-            yield {
-                "ph": "X",
-                "name": lines[entry["position"]],
-                "cat": entry["action"],
-                "ts": at,
-                "dur": (entry["end"] - entry["start"]) * MICROSECONDS,
-                **row,
-                "args": {"step": entry["step"], "position": entry["position"]},
-            }
+        yield {
+            "ph": "X",
+            "name": lines[entry["position"]],
+            "cat": entry["action"],
+            "ts": at,
+            "dur": (entry["end"] - entry["start"]) * MICROSECONDS,
+            **row,
+            "args": {"step": entry["step"], "position": entry["position"]},
+        }
         if isinstance(action, (AllocateGradients, FreeGradients)):
             size = program.storage_bytes(rank, action.bucket, action.part)
             held += size if isinstance(action, AllocateGradients) else -size

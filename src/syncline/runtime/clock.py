@@ -7,13 +7,16 @@ between phases and read when the step is reported, by which time they have passe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from syncline.program.actions import Action
 
 
 class Phase(str, Enum):
@@ -26,9 +29,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class ActionTime:
-    """When the host performed one action: seconds since the step began."""
+    """When one action ran: seconds since the step began."""
 
     position: int
+    """In the rank's actions."""
     start: float
     end: float
 
@@ -92,6 +96,45 @@ class EventClock:
             if phase is not None:
                 spent[phase] += start.elapsed_time(end) / 1000.0
         return spent
+
+
+class ActionTimer:
+    """When the actions of one program run, those inside computations too: by the host's clock, or on CUDA by events in
+    the current stream, which are read once they have passed.
+    """
+
+    def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
+        self._mark: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
+        self._positions: defaultdict[Action, deque[int]] = defaultdict(deque)
+        for position, action in enumerate(actions):
+            self._positions[action].append(position)
+        self._marks: list[tuple[int, Any, Any]] = []
+        self._began = self._mark()
+
+    @contextmanager
+    def measuring(self, action: Action) -> Iterator[None]:
+        start = self._mark()
+        yield
+        # Equal actions come in the order in which they stand.
+        self._marks.append((self._positions[action].popleft(), start, self._mark()))
+
+    def times(self) -> list[ActionTime]:
+        """In the order of the program. On CUDA the program must have been waited for."""
+        marks = sorted(self._marks, key=lambda each: each[0])
+        return [
+            ActionTime(position, _seconds(self._began, start), _seconds(self._began, end))
+            for position, start, end in marks
+        ]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000.0
 
 
 @contextmanager

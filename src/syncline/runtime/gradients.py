@@ -45,8 +45,11 @@ class Gradients:
         collectives: Collectives,
         value: Callable[[Factor], float],
         waiting: Callable[[], AbstractContextManager[None]],
+        perform: Callable[[Action], None],
     ) -> None:
-        """`value` is what a factor amounts to in the running step; waits happen within a `waiting` of their own."""
+        """`value` is what a factor amounts to in the running step; waits happen within a `waiting` of their own;
+        `perform` performs an action inside a computation, by the handler that is here.
+        """
         self.memory = GradientMemory()
         self._collectives = collectives
         self._value = value
@@ -77,7 +80,7 @@ class Gradients:
             FreeGradients: lambda action: self.buckets[action.bucket].free(action.part),
         }
         self.of_weights = WeightGradients(self.main_gradient)
-        self._queue = GradientQueue(lambda action: self.handlers[type(action)](action))
+        self._queue = GradientQueue(perform)
         for bucket, part in program.kept_storages(rank):
             self.buckets[bucket].allocate(part)
         for bucket in {a.bucket for a in program.ranks[rank] if type(a) in self.handlers and _is_inside(a)}:  # type: ignore[attr-defined]

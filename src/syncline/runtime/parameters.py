@@ -28,8 +28,11 @@ class Parameters:
         stages: Mapping[int, Stage],
         collectives: Collectives,
         waiting: Callable[[], AbstractContextManager[None]],
+        perform: Callable[[Action], None],
     ) -> None:
-        """Waits happen within a `waiting` of their own."""
+        """Waits happen within a `waiting` of their own; `perform` performs an action inside a computation, by the
+        handler that is here.
+        """
         self._collectives = collectives
         self._waiting = waiting
         self._gathers: dict[int, Pending] = {}
@@ -50,7 +53,7 @@ class Parameters:
             WaitGather: self._wait,
             FreeParameters: self._free,
         }
-        self._queue = ParameterQueue(lambda action: self.handlers[type(action)](action))
+        self._queue = ParameterQueue(perform)
         in_backward = any(isinstance(getattr(action, "during", None), (Backward, BackwardInput)) for action in actions)
         bucket_of = {storage_of(bucket.flat): key for key, bucket in self.buckets.items()}
         self._noticing_uses: AbstractContextManager[Any] = (

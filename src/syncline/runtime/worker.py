@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from syncline.program.actions import (
 from syncline.program.factors import Factor
 from syncline.program.program import Program
 from syncline.runtime.clip import clipping_factor, squared_norm
-from syncline.runtime.clock import ActionTime, Clock, Phase, clock_for, waiting
+from syncline.runtime.clock import ActionTimer, Clock, Phase, clock_for, waiting
 from syncline.runtime.collectives import Collectives
 from syncline.runtime.computations import Computations, Compute, Flow
 from syncline.runtime.gradients import Gradients
@@ -90,8 +90,8 @@ class StepResult:
     checks_overflow: bool = False
     loss_scale: float = 1.0
     """By which losses were scaled up in this step."""
-    actions: tuple[ActionTime, ...] = ()
-    """When each action ran, if timers are on."""
+    timer: ActionTimer | None = None
+    """When each action ran, if timers are on; for who has read `numbers`."""
     began: float = 0.0
     """When the first of them did: seconds since the epoch, by this host's clock."""
 
@@ -152,9 +152,17 @@ class Worker:
         self._timers = timers
         self._state = _StepState()
         self._clock: Clock | None = None
-        self.parameters = Parameters(rank, program, stages, collectives, self._waiting)
+        self._timer: ActionTimer | None = None
+        self.parameters = Parameters(rank, program, stages, collectives, self._waiting, self._perform)
         self.gradients = Gradients(
-            rank, program, self.parameters.buckets, gradient_dtype, collectives, self._value, self._waiting
+            rank,
+            program,
+            self.parameters.buckets,
+            gradient_dtype,
+            collectives,
+            self._value,
+            self._waiting,
+            self._perform,
         )
         idle = Flow((), Stage.__call__, transport, {})
         self.computations = Computations(stages, self.parameters, self.gradients, self._value, idle)
@@ -203,7 +211,9 @@ class Worker:
         self.gradients.memory.restart_peak()
         self.parameters.memory.restart_peak()
         flow = Flow(micro_batches, Stage.__call__, self._transport, self._inside)
-        result = self._run(self.program.ranks[self.rank], flow, _StepState(learning_rate), after, before)
+        actions = self.program.ranks[self.rank]
+        self._timer = ActionTimer(actions, self._device) if self._timers else None
+        result = self._run(actions, flow, _StepState(learning_rate), after, before)
         self._undecided = result if self._checks_overflow else None
         return result
 
@@ -227,10 +237,11 @@ class Worker:
 
     def _run_aside(self, program: Program, flow: Flow) -> StepResult:
         """Run another program on the same stages, and leave everything as it was."""
-        suspended, clock = self._state, self._clock
+        suspended, clock, timer = self._state, self._clock, self._timer
         with self._collectives.traffic.aside(), self.parameters.at_rest():
+            self._timer = None
             result = self._run(program.ranks[self.rank], flow, _StepState())
-        self._state, self._clock = suspended, clock
+        self._state, self._clock, self._timer = suspended, clock, timer
         return result
 
     def _settle_loss_scale(self) -> None:
@@ -251,17 +262,13 @@ class Worker:
     ) -> StepResult:
         self._state = state
         clock = self._clock = clock_for(self._device)
-        times: list[ActionTime] = []
-        began_at, began = time.time(), time.perf_counter()
+        began = time.time()
         with self.computations.on(flow):
-            for position, action in enumerate(actions):
+            for action in actions:
                 clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
                 before(action)
-                start = time.perf_counter() - began if self._timers else 0.0
                 if getattr(action, "during", None) is None:
-                    self._handlers[type(action)](action)
-                if self._timers:
-                    times.append(ActionTime(position, start, time.perf_counter() - began))
+                    self._perform(action)
                 after(action)
             flow.transport.end_step()
         clock.enter(None)
@@ -281,9 +288,14 @@ class Worker:
             clock=clock,
             checks_overflow=state.overflow is not None,
             loss_scale=self.loss_scale.value,
-            actions=tuple(times),
-            began=began_at,
+            timer=self._timer,
+            began=began,
         )
+
+    def _perform(self, action: Action) -> None:
+        """Every action comes by here, those inside computations too."""
+        with self._timer.measuring(action) if self._timer is not None else nullcontext():
+            self._handlers[type(action)](action)
 
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting(self._clock)

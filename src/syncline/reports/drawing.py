@@ -1,0 +1,224 @@
+"""What is drawn of a step: when each rank does what, how long buckets live, how many bytes of gradients there are.
+
+One drawing shows a program as it is simulated, another one a step as it was measured; `page.js` draws both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.program.actions import (
+    COMPUTATIONS,
+    AccumulateShard,
+    Action,
+    AllocateGradients,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bubble,
+    CheckFinite,
+    ClipGradients,
+    Forward,
+    FreeGradients,
+    FreeParameters,
+    GatherParameters,
+    OptimizerStep,
+    Part,
+    PointToPoint,
+    ReduceGradients,
+    ReduceReplicated,
+    ScaleGradients,
+    WaitGather,
+    WaitReduce,
+    ZeroGradients,
+)
+from syncline.program.costs import gradient_bytes_between_steps, simulated
+from syncline.program.program import Program
+from syncline.program.text import listing, title
+from syncline.reports.timeline import Entry
+
+KINDS: dict[str, tuple[type[Action], ...]] = {
+    "forward": (Forward,),
+    "backward": (Backward,),
+    "backward, input": (BackwardInput,),
+    "backward, weights": (BackwardWeight,),
+    "message": (PointToPoint,),
+    "bubble": (Bubble,),
+    "reduction": (ReduceGradients, WaitReduce, ReduceReplicated, AccumulateShard),
+    "gather": (GatherParameters, WaitGather, FreeParameters),
+    "memory": (AllocateGradients, FreeGradients, ZeroGradients),
+    "update": (ScaleGradients, ClipGradients, CheckFinite, OptimizerStep),
+    "other": (Action,),
+}
+"""What is drawn in one colour."""
+
+NOMINAL = 0.1
+"""Forwards through a stage: how wide an update is drawn in a simulation, in which it takes no time."""
+
+Moment = tuple[int, float, float]
+"""A position in the rank's actions, begin and end."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """A bucket's gradients, or its shard's, from allocation to release."""
+
+    text: str
+    bytes: int
+    begin: float
+    end: float
+
+
+@dataclass
+class Row:
+    """One rank."""
+
+    title: str
+    spans: list[tuple[int, float, float, str, int]] = field(default_factory=list)
+    """Kind, begin, end, text, and how deep inside another action it is."""
+    under_way: list[tuple[float, float, str]] = field(default_factory=list)
+    """Collectives on gradients from their start to the end of their wait."""
+    lives: list[Life] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """Bytes of gradients from that time on."""
+
+
+@dataclass
+class Drawing:
+    """One step of the ranks of a pipeline."""
+
+    title: str
+    unit: str
+    """Of the times."""
+    note: str
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `page.js` reads."""
+        length = max((span[2] for row in self.rows for span in row.spans), default=0.0)
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "note": self.note,
+            "length": length,
+            "rows": [
+                {
+                    "title": row.title,
+                    "spans": [[kind, _short(begin), _short(end), *rest] for kind, begin, end, *rest in row.spans],
+                    "under_way": [[_short(begin), _short(end), text] for begin, end, text in row.under_way],
+                    "lives": [[each.text, each.bytes, _short(each.begin), _short(each.end)] for each in row.lives],
+                    "memory": [[_short(time), held] for time, held in row.memory],
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def shown_ranks(program: Program) -> list[int]:
+    """One rank of each place in the pipeline: the others do the same."""
+    return [program.topology.rank(pp=position) for position in range(program.topology.pp)]
+
+
+def simulated_drawing(program: Program) -> Drawing:
+    """The program, where computations take their time and everything else none."""
+    moments = simulated(program)
+    rows = []
+    for rank in shown_ranks(program):
+        own = moments[program.topology.position(rank)]
+        rows.append(_row(program, rank, list(_simulated_moments(program.ranks[rank], own))))
+    return Drawing(
+        "The program, simulated",
+        "forwards",
+        "A forward through a stage, and each half of a backward, takes 1; messages and collectives take nothing; an "
+        f"update is drawn {NOMINAL:g} wide.",
+        rows,
+    )
+
+
+def measured_drawing(program: Program, timelines: Mapping[int, Iterable[Entry]], step: int) -> Drawing:
+    """Optimizer step `step` as it was measured; `timelines` are those of
+    `read_timelines`."""
+    of_step = {rank: [entry for entry in timelines[rank] if entry["step"] == step] for rank in timelines}
+    first = min((entry["began"] for entries in of_step.values() for entry in entries), default=0.0)
+    rows = []
+    for rank in shown_ranks(program):
+        moments = [
+            (entry["position"], entry["began"] - first + entry["start"], entry["began"] - first + entry["end"])
+            for entry in of_step.get(rank, ())
+        ]
+        rows.append(_row(program, rank, moments))
+    return Drawing(f"Step {step}, measured", "s", "Ranks of several machines are as far apart as their clocks.", rows)
+
+
+def _simulated_moments(actions: Sequence[Action], computed: Sequence[Any]) -> Iterator[Moment]:
+    """When the actions of one rank happen whose computations happen at `computed`, in their order."""
+    coming = iter(computed)
+    now, inside_begin = 0.0, 0.0
+    for position, action in enumerate(actions):
+        if isinstance(action, COMPUTATIONS):
+            moment = next(coming, None)
+            if moment is None:  # It would wait for ever, and so does everything behind it.
+                return
+            inside_begin, now = moment.begin, moment.end
+            yield position, moment.begin, moment.end
+        elif getattr(action, "during", None) is not None:
+            early = isinstance(action, (AllocateGradients, GatherParameters, WaitGather))
+            at = inside_begin if early else now
+            yield position, at, at
+        elif isinstance(action, Bubble):
+            yield position, now, now + action.capacity
+            now += action.capacity
+        else:
+            takes = NOMINAL if isinstance(action, (*KINDS["update"], ReduceReplicated)) else 0.0
+            yield position, now, now + takes
+            now += takes
+
+
+def _row(program: Program, rank: int, moments: Sequence[Moment]) -> Row:
+    actions, texts = program.ranks[rank], listing(program, rank)
+    row = Row(title(program, rank))
+    kept = program.kept_storages(rank)
+    born: dict[tuple[int, Part], float] = dict.fromkeys(kept, 0.0)
+    started: dict[int, list[tuple[float, str]]] = {}
+    held = gradient_bytes_between_steps(program, rank)
+    row.memory.append((0.0, held))
+    end_of_all = max((end for _, _, end in moments), default=0.0)
+    for position, begin, end in sorted(moments):
+        action = actions[position]
+        inside = int(getattr(action, "during", None) is not None)
+        row.spans.append((_kind(action), begin, end, texts[position], inside))
+        if isinstance(action, (AllocateGradients, FreeGradients)):
+            storage = (action.bucket, action.part)
+            size = program.storage_bytes(rank, *storage)
+            if isinstance(action, AllocateGradients):
+                born[storage], held = begin, held + size
+            else:
+                row.lives.append(_life(program, rank, storage, born.pop(storage, 0.0), end))
+                held -= size
+            row.memory.append((begin, held))
+        elif isinstance(action, ReduceGradients):
+            started.setdefault(action.bucket, []).append((begin, texts[position]))
+        elif isinstance(action, WaitReduce) and started.get(action.bucket):
+            since, text = started[action.bucket].pop(0)
+            row.under_way.append((since, end, text))
+    row.lives += [_life(program, rank, storage, since, end_of_all) for storage, since in born.items()]
+    row.lives.sort(key=lambda life: (life.text, life.begin))
+    row.memory = sorted(row.memory, key=lambda each: each[0])
+    return row
+
+
+def _life(program: Program, rank: int, storage: tuple[int, Part], begin: float, end: float) -> Life:
+    bucket, part = storage
+    shard = " shard" if part is Part.SHARD else ""
+    return Life(f"bucket {bucket:>3}{shard}", program.storage_bytes(rank, bucket, part), begin, end)
+
+
+def _kind(action: Action) -> int:
+    return next(index for index, types in enumerate(KINDS.values()) if isinstance(action, types))
+
+
+def _short(time: float) -> float:
+    """A microsecond is as fine as anybody can see."""
+    return round(time, 6)
