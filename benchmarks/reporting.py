@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import comb
 from pathlib import Path
 
-SECTIONS = ("against_ddp", "side_by_side", "gradient_life", "schedules", "timers", "startup")
+SECTIONS = ("against_ddp", "side_by_side", "gradient_life", "schedules", "cool_down", "timers", "startup")
 """The generated sections of the page, in their order; each is named after the benchmark that writes it."""
 
 CONFIDENCE = 0.95
@@ -34,6 +34,7 @@ $ python benchmarks/against_ddp.py --write docs/benchmarks.md
 $ python benchmarks/side_by_side.py --write docs/benchmarks.md
 $ python benchmarks/gradient_life.py --write docs/benchmarks.md
 $ python benchmarks/schedules.py --write docs/benchmarks.md
+$ python benchmarks/cool_down.py --write docs/benchmarks.md
 $ python benchmarks/timers.py --write docs/benchmarks.md
 $ python benchmarks/startup.py --write docs/benchmarks.md
 ```

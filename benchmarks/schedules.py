@@ -2,9 +2,7 @@
 
 python benchmarks/schedules.py [--repetitions N] [--json] [--write docs/benchmarks.md]
 
-A stage's forward, and each half of its backward, sleeps for its share of a rank's time, so that cores do not matter and
-the order of work does. Everything else is what a training step does: the program, the messages, the gradients, the
-update.
+A stage's forward, and each half of its backward, sleeps for its share of a rank's time.
 """
 
 from __future__ import annotations
@@ -16,32 +14,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from ranks import ask_ranks, is_rank, serve_rank
 from reporting import LEAST_REPETITIONS, Spread, describe_machine, milliseconds, pair_ratios, table, write_section
 from reporting import repetitions as repetitions_option
-from syncline.modeling.batch import MicroBatch
-from syncline.modeling.stage import Stage
-from syncline.program.build import build_program
+from sleeping import micro_batches, sleeping_program, start_sleeping_worker
 from syncline.program.costs import simulated_time
-from syncline.program.layout import ParameterSpec, lay_out
 from syncline.program.program import Program
-from syncline.program.verify import verify
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import UpdateRule
-from syncline.runtime.products import Take
-from syncline.runtime.transport import Transport
-from syncline.runtime.worker import Worker
-from syncline.strategy import ShapeExchange, Strategy
+from syncline.strategy import Strategy
 from syncline.topology import Topology
 
 POSITIONS = 4
@@ -49,8 +35,6 @@ MICRO_BATCHES = 8
 COMPUTATION = 0.060
 """Seconds of a forward through all layers of a rank, and of each half of a backward."""
 WARM_UP_STEPS = 1
-TIMEOUT = timedelta(seconds=60)
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -71,10 +55,7 @@ class Form:
             virtual_stages=self.stages,
             micro_batches=MICRO_BATCHES,
         )
-        specs = [ParameterSpec(f"stages.{index}", (1,), index) for index in range(strategy.placement.stages)]
-        program = build_program(strategy, lay_out(specs, bucket_bytes=1, gradient_itemsize=4), activation_bytes=4)
-        verify(program)
-        return program
+        return sleeping_program(strategy)
 
     def predicted(self) -> float:
         """Seconds of a step."""
@@ -94,73 +75,10 @@ FORMS = (
 REFERENCE = FORMS[0]
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, seconds: float, take: Take) -> Tensor:
-        ctx.seconds, ctx.take = seconds, take
-        time.sleep(seconds)
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        time.sleep(ctx.seconds)
-        ctx.take(partial(_sleep_and_add, ctx.seconds))
-        return gradient, None, None, None
-
-
-def _sleep_and_add(seconds: float, main: Tensor) -> None:
-    time.sleep(seconds)
-    main.add_(1)
-
-
-class SleepingStage(Stage):
-    """Hands on what it receives."""
-
-    def __init__(self, index: int, stages: int, seconds: float) -> None:
-        nn.Module.__init__(self)
-        self.index = index
-        self.is_first, self.is_last = index == 0, index == stages - 1
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.take: Take | None = None
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        return {f"stages.{self.index}": self.weight}
-
-    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        assert self.take is not None
-        output = _Sleep.apply(torch.zeros(1) if hidden is None else hidden, self.weight, self.seconds, self.take)
-        return output.sum() if self.is_last else output
-
-
-def start_worker(form: Form, rank: int) -> Worker:
-    program = form.program()
-    stages = {
-        index: SleepingStage(index, program.placement.stages, COMPUTATION / form.stages)
-        for index in program.stages(rank)
-    }
-    collectives = Collectives([program], rank, torch.float32, TIMEOUT)
-    worker = Worker(
-        rank,
-        stages,
-        program,
-        collectives,
-        Transport([program], ShapeExchange.ONCE, CPU, collectives.traffic, TIMEOUT),
-        gradient_dtype=torch.float32,
-        rules=[UpdateRule("sgd")],
-        max_gradient_norm=0.0,
-        device=CPU,
-    )
-    for stage in stages.values():
-        stage.take = partial(worker.gradients.of_weights.take, stage.weight)
-    return worker
-
-
 def work(request: Mapping[str, Any], rank: int) -> list[list[float]]:
     """The seconds of every step of every form, in turns, each on the slowest rank."""
-    workers = [start_worker(form, rank) for form in FORMS]
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    batch = [MicroBatch(token, token, token)] * MICRO_BATCHES
+    workers = [start_sleeping_worker(form.program(), rank, COMPUTATION / form.stages) for form in FORMS]
+    batch = micro_batches(MICRO_BATCHES)
     order = random.Random(0)
     seconds: list[list[float]] = [[] for _ in FORMS]
     for turn in range(WARM_UP_STEPS + request["repetitions"]):

@@ -50,7 +50,7 @@ class TimedTrainer(SynclineTrainer):
         self._steps += 1
         timer = self.result.timer
         assert timer is not None
-        self._timeline.write(self._steps, self.result.began, timer.times())
+        self._timeline.write(self._steps, timer.began(), timer.times())
 
 
 def main(words: list[str]) -> int:

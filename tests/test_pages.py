@@ -38,8 +38,8 @@ SECONDS = 0.01
 """Of an action in the measured step."""
 
 
-def timelines() -> dict[int, list[dict[str, Any]]]:
-    """Two steps in which one action comes after the other, on ranks that began a tenth of a second apart."""
+def measured(step: int) -> dict[int, list[dict[str, Any]]]:
+    """A step in which one action comes after the other, on ranks that began a tenth of a second apart."""
     return {
         rank: [
             {
@@ -50,11 +50,15 @@ def timelines() -> dict[int, list[dict[str, Any]]]:
                 "end": (position + 1) * SECONDS,
                 **action.to_json(),
             }
-            for step in (1, 2)
             for position, action in enumerate(actions)
         ]
         for rank, actions in enumerate(PROGRAM.ranks)
     }
+
+
+def timelines() -> dict[int, list[list[dict[str, Any]]]]:
+    """Of three steps."""
+    return {rank: [measured(step)[rank] for step in (1, 2, 3)] for rank in range(len(PROGRAM.ranks))}
 
 
 RECORD = StepMetrics(
@@ -92,7 +96,7 @@ class TestDrawing:
         assert set(ends) == {simulated_time(PROGRAM)}
 
     def test_every_action_is_drawn_once_and_every_allocation_is_a_life(self):
-        for drawing in (simulated_drawing(PROGRAM), measured_drawing(PROGRAM, timelines(), 2)):
+        for drawing in (simulated_drawing(PROGRAM), measured_drawing(PROGRAM, measured(2), 2)):
             for rank, row in zip(shown_ranks(PROGRAM), drawing.rows, strict=True):
                 actions = PROGRAM.ranks[rank]
                 assert len(row.spans) == len(actions)
@@ -103,7 +107,7 @@ class TestDrawing:
                 assert row.memory[-1][1] == 0
 
     def test_a_measured_step_begins_with_its_first_rank(self):
-        drawing = measured_drawing(PROGRAM, timelines(), 2)
+        drawing = measured_drawing(PROGRAM, measured(2), 2)
         first, second = shown_ranks(PROGRAM)
         begins = [min(span[1] for span in row.spans) for row in drawing.rows]
         assert begins == pytest.approx([0.1 * first, 0.1 * second])
@@ -144,7 +148,7 @@ def test_a_page_is_one_file(name):
 
 def test_a_run_page_tells_the_figures_of_the_run():
     text = pages()["timed run"]
-    for words in ("3 optimizer steps on 4 ranks", "4.5000", "4.2500", "3 MiB", "steps skipped", "Step 2, measured"):
+    for words in ("3 optimizer steps on 4 ranks", "4.5000", "4.2500", "3 MiB", "steps skipped", "Step 3, measured"):
         assert words in text, words
     assert "enable_timer" in pages()["run"]
     assert "enable_timer" not in text
@@ -225,6 +229,16 @@ class TestInABrowser:
         assert closer.startswith(("forward", "backward", "bubble", "receive"))
         canvas.dblclick(position={"x": LABEL + 50, "y": AXIS + 8})
         assert text_at_the_end() == before
+
+    def test_dragging_beside_the_drawing_changes_nothing(self, opened):
+        tip = opened.locator("#tip")
+        box = opened.locator("#drawing-0 canvas").bounding_box()
+        opened.mouse.move(box["x"] + 20, box["y"] + AXIS + 8)
+        opened.mouse.down()
+        opened.mouse.move(box["x"] + 100, box["y"] + AXIS + 8, steps=3)
+        opened.mouse.up()
+        opened.hover("#drawing-0 canvas", position={"x": LABEL + 4, "y": AXIS + 8})
+        assert tip.inner_text() == "forward 0 of stage 0\n0 forwards to 1 forwards, 1 forwards long"
 
     def test_it_fits_a_narrow_window(self, opened):
         opened.set_viewport_size({"width": 480, "height": 900})

@@ -91,6 +91,7 @@ def train_on_rank(rank: int, world_size: int, mapping: dict[str, Any], callbacks
     trainer = Trainer(job, prepare_samples(arguments, job.config), rank, torch.device("cpu"), [recorder, *callbacks])
     evaluation = trainer.train()
     trainer.export()
+    trainer.write_reports()
     return {
         "evaluation": evaluation,
         "events": recorder.events,

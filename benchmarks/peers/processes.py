@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ BENCHMARKS = Path(__file__).parents[1]
 LOG_LINES = 30
 """Shown of what a peer wrote before it failed."""
 POLL_SECONDS = 1.0
+PORTS = range(20_000, 30_000)
+"""Below those that systems hand out by themselves: a free one stays free until a peer listens there."""
 
 
 class PeerRefused(Exception):
@@ -226,6 +229,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def _free_port() -> int:
     """Free on this machine; in a namespace of our own any is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise PeerFailed(f"no port from {PORTS[0]} to {PORTS[-1]} is free")

@@ -30,6 +30,9 @@ from syncline.update_rules import update_rules
 MOST_LEFT_TO_AUTOGRAD = 0.2
 """The largest share of a model's weights in layers whose backward cannot be halved that goes without saying."""
 
+_RECOMPUTED = {"full": 1.0, "full_attn": 1 / 3}
+"""Which share of a layer's products is computed again, by `recompute_granularity`; of attention roughly."""
+
 ChangeModel = Callable[[PreTrainedModel], None]
 
 
@@ -72,7 +75,7 @@ def describe_job(
     meta_model = build_meta_model(config, arguments.attn_implementation)
     if change_model is not None:
         change_model(meta_model)
-    strategy, notes = _choose_schedule(strategy, arguments, meta_model)
+    strategy, notes = choose_schedule(strategy, arguments, meta_model)
     split = plan_split(meta_model, strategy.placement.stages, arguments.pp_seg_method)
     uses = uses_in_forward(meta_model) if strategy.shards > 1 else None
     rules = update_rules(meta_model, arguments)
@@ -92,10 +95,13 @@ def describe_job(
     return Job(arguments, strategy, config, meta_model, split, layout, rules.rules, program, notes)
 
 
-def _choose_schedule(
+def choose_schedule(
     strategy: Strategy, arguments: TrainingArguments, model: PreTrainedModel
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """The strategy with a schedule in the place of `BEST`, and what there is to say of the choice."""
+    """The strategy with a schedule in the place of `BEST`, and what there is to say of the choice.
+
+    Raises `UserError` when the model cannot be divided into stages.
+    """
     if strategy.schedule != BEST:
         return strategy, ()
 
@@ -106,7 +112,7 @@ def _choose_schedule(
             return None
         # In forwards through the layers of a rank that has its share of all costs.
         share = strategy.topology.pp / sum(costs)
-        again = 1 / arguments.recompute_interval if arguments.recompute else 0.0
+        again = _RECOMPUTED[arguments.recompute_granularity] / arguments.recompute_interval * arguments.recompute
         return Costs(backward_input=1.0 + again, stages=tuple(cost * share for cost in costs))
 
     chosen = best(strategy, costs_of)

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from syncline.errors import UserError
 from syncline.program.program import Program
 from syncline.reports.run_page import run_page
 from syncline.reports.timeline import read_timelines, timeline_paths
-from syncline.reports.trace import chrome_trace
+from syncline.reports.trace import write_chrome_trace
 from syncline.trackers import read_metrics
 
 
@@ -106,19 +108,22 @@ class RunFolder:
     def write_reports(self, program: Program) -> None:
         """What can be read once the run has ended: its page, and the timelines of all ranks, if there are any, as one
         trace.
+
+        Raises `OSError` or `ValueError` when what the run has written cannot be read, or these cannot be written.
         """
-        timelines = read_timelines(self.path)
-        if timelines:
-            _write_whole(self.trace, json.dumps(chrome_trace(program, timelines)) + "\n")
+        if timeline_paths(self.path):
+            with _draft_of(self.trace) as draft, draft.open("w", encoding="utf-8") as file:
+                write_chrome_trace(file, program, read_timelines(self.path))
         records = read_metrics(self.metrics) if self.metrics.exists() else []
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8")) if self.evaluation.exists() else None
         configuration = self.config.read_text(encoding="utf-8") if self.config.exists() else ""
-        _write_whole(self.report, run_page(program, configuration, records, timelines, evaluation))
+        _write_whole(self.report, run_page(program, configuration, records, read_timelines(self.path), evaluation))
 
     def _written(self) -> list[Path]:
         """What a run writes."""
-        files = [self.config, self.metrics, self.program, self.evaluation, *timeline_paths(self.path)]
-        return [*files, self.trace, self.report, self.model, self.tensorboard]
+        files = [self.config, self.metrics, self.program, self.evaluation, self.trace, self.report]
+        drafts = [_draft(path) for path in files]  # Of a run that was killed while it wrote.
+        return [*files, *drafts, *timeline_paths(self.path).values(), self.model, self.tensorboard]
 
     def _refuse(self, arguments: TrainingArguments, holds_run: bool, left: list[Path]) -> None:
         given = f"output_dir {self.path}"
@@ -141,6 +146,16 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    with _draft_of(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _draft_of(path: Path) -> Iterator[Path]:
+    """Where to write what shall be at `path` once it is whole."""
+    yield _draft(path)
+    os.replace(_draft(path), path)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(path.name + ".draft")

@@ -118,7 +118,6 @@ class Trainer:
             self._read_results()
             evaluation = self.evaluate()
             self._sample()
-            self._write_reports()
             self.callbacks.on_train_end(self.state, self.control)
         except BaseException as error:
             self.callbacks.on_exception(self.state, self.control, error=error)
@@ -158,6 +157,19 @@ class Trainer:
         dist.barrier()
         self.callbacks.on_export(self.state, self.control, path=self.folder.model)
         return self.folder.model
+
+    def write_reports(self) -> None:
+        """Write what the run can be read from: its page and, with timers, its trace. What cannot be written is warned
+        of: the run itself is done.
+        """
+        if self.job.strategy.timers:
+            dist.barrier()  # Every rank has written its timeline.
+        if self.rank != 0:
+            return
+        try:
+            self.folder.write_reports(self.job.program)
+        except (OSError, ValueError) as error:
+            print(f"syncline: warning: the run's page cannot be written: {error}", file=sys.stderr)
 
     def _warn_of_another_tokenizer(self) -> None:
         tokenizer, folder = self.data.tokenizer, self.folder.model
@@ -252,14 +264,8 @@ class Trainer:
         self.state.first_record = self.state.first_record or record
         self.state.last_record = record
         if result.timer is not None:
-            self.timeline.write(unread.step, result.began, result.timer.times())
+            self.timeline.write(unread.step, result.timer.began(), result.timer.times())
         self.callbacks.on_log(self.state, self.control, record=record)
-
-    def _write_reports(self) -> None:
-        if self.job.strategy.timers:
-            dist.barrier()  # Every rank has written its timeline.
-        if self.rank == 0:
-            self.folder.write_reports(self.job.program)
 
     def _sample(self) -> None:
         arguments = self.job.arguments

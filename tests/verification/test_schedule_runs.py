@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from syncline.arguments import arguments_from_mapping
+from syncline.job import describe_job
+from syncline.verification.numerical import verification_job
 from tests.verification.configurations import GRADIENT_LIFE, LLAMA, OPTIONS, Keys, keys_of
 from tests.verification.covering import pairwise
 from tests.verification.test_numerical import assert_all_pass
@@ -72,6 +75,17 @@ def test_the_runs_cover_every_schedule_with_every_number_of_micro_batches():
 def test_every_schedule_computes_the_same_gradient(pool, topology):
     runs = {", ".join(choice.values()): keys for choice, keys in RUNS if choice["topology"] == topology}
     assert_all_pass(pool, CHOICES["topology"][topology]["nproc_per_node"], runs)
+
+
+def test_verify_takes_the_schedule_that_training_takes():
+    keys = keys_of({"topology": "pp=2", "schedule": "best", "k": "k=8"}, CHOICES)
+    arguments = arguments_from_mapping(keys)
+    trained, verified = describe_job(arguments), verification_job(arguments)
+    assert trained.strategy.virtual_stages > 1
+    for name in ("schedule", "virtual_stages", "activation_limit"):
+        assert getattr(verified.strategy, name) == getattr(trained.strategy, name)
+    assert verified.notes == trained.notes
+    assert verified.program.halves_backwards
 
 
 FAMILIES = ("qwen2", "gemma2", "gpt_neox", "phi3", "mixtral")

@@ -112,6 +112,7 @@ def _train_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
     trainer = Trainer(job, data, environment.rank, device)
     evaluation = trainer.train()
     trainer.export()
+    trainer.write_reports()
     if is_main and trainer.last_result is not None:
         print("\n".join(summary_lines(job, trainer.state, trainer.last_result, trainer.folder, evaluation)))
     leave()

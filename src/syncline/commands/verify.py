@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ def verify(words: Sequence[str]) -> int:
     from syncline.verification.numerical import verification_job
 
     job = verification_job(arguments)
+    for note in job.notes:
+        print(f"syncline: {note}", file=sys.stderr)
     check_model(job)
     world_size = job.strategy.topology.world_size
     if world_size > MOST_RANKS:

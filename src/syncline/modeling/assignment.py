@@ -121,7 +121,8 @@ def _refuse_too_few(count: int, stages: int, what: str, classes: str = "") -> No
             f"{stages} pipeline stages",
             f"the model has {count} {what}, and every stage needs one"
             + (f"; its layers are {classes}" * bool(classes)),
-            f"Write a pipeline_parallel_degree, times virtual_pp_degree (2 under ZBV and DualPipeV), of {count} or less"
+            f"Write a pipeline_parallel_degree, times virtual_pp_degree (2 under ZBV, DualPipeV and BoundedV), of "
+            f"{count} or less"
             if count
             else "Write pp_seg_method: uniform",
         )
@@ -133,8 +134,8 @@ def _refuse_other_than_listed(layers: int, stages: int, listed: tuple[int, ...])
         raise UserError(
             f"{given} with {stages} pipeline stages",
             f"it lists the layers of {len(listed)} stages",
-            "Write one number for each stage: pipeline_parallel_degree times virtual_pp_degree (2 under ZBV and "
-            "DualPipeV) of them",
+            "Write one number for each stage: pipeline_parallel_degree times virtual_pp_degree (2 under ZBV, "
+            "DualPipeV and BoundedV) of them",
         )
     if sum(listed) != layers:
         raise UserError(given, f"these are {sum(listed)} layers, and the model has {layers}", "Correct the numbers")

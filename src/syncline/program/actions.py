@@ -188,7 +188,7 @@ class StartReceivingGradient(PointToPoint):
 
 @dataclass(frozen=True)
 class Bubble(Action):
-    """Nothing to do until the next message comes, or until other ranks have computed what they have to."""
+    """Nothing to do until the next message comes, or until other ranks of the pipeline have computed what is theirs."""
 
     index: int
     """Which of the rank's bubbles in this step it is, from 0."""

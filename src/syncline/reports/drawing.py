@@ -5,7 +5,7 @@ One drawing shows a program as it is simulated, another one a step as it was mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,22 +131,20 @@ def simulated_drawing(program: Program) -> Drawing:
     return Drawing(
         "The program, simulated",
         "forwards",
-        "A forward through a stage, and each half of a backward, takes 1; messages and collectives take nothing; an "
-        f"update is drawn {NOMINAL:g} wide.",
+        "A forward through a stage, and each half of a backward, takes 1; messages and collectives take nothing. What "
+        f"happens inside a computation is spread over it, in order; an update is drawn {NOMINAL:g} wide.",
         rows,
     )
 
 
-def measured_drawing(program: Program, timelines: Mapping[int, Iterable[Entry]], step: int) -> Drawing:
-    """Optimizer step `step` as it was measured; `timelines` are those of
-    `read_timelines`."""
-    of_step = {rank: [entry for entry in timelines[rank] if entry["step"] == step] for rank in timelines}
-    first = min((entry["began"] for entries in of_step.values() for entry in entries), default=0.0)
+def measured_drawing(program: Program, measured: Mapping[int, Sequence[Entry]], step: int) -> Drawing:
+    """Optimizer step `step` as it was `measured`: by rank the entries of its timeline for that step."""
+    first = min((entry["began"] for entries in measured.values() for entry in entries), default=0.0)
     rows = []
     for rank in shown_ranks(program):
         moments = [
             (entry["position"], entry["began"] - first + entry["start"], entry["began"] - first + entry["end"])
-            for entry in of_step.get(rank, ())
+            for entry in measured.get(rank, ())
         ]
         rows.append(_row(program, rank, moments))
     return Drawing(f"Step {step}, measured", "s", "Ranks of several machines are as far apart as their clocks.", rows)
@@ -155,25 +153,38 @@ def measured_drawing(program: Program, timelines: Mapping[int, Iterable[Entry]],
 def _simulated_moments(actions: Sequence[Action], computed: Sequence[Any]) -> Iterator[Moment]:
     """When the actions of one rank happen whose computations happen at `computed`, in their order."""
     coming = iter(computed)
-    now, inside_begin = 0.0, 0.0
+    last = max((position for position, action in enumerate(actions) if isinstance(action, COMPUTATIONS)), default=-1)
+    now = 0.0
+    inside: list[float] = []
     for position, action in enumerate(actions):
         if isinstance(action, COMPUTATIONS):
             moment = next(coming, None)
             if moment is None:  # It would wait for ever, and so does everything behind it.
                 return
-            inside_begin, now = moment.begin, moment.end
+            # What happens inside it is spread over its time, in order.
+            count = _count_inside(actions, position)
+            step = (moment.end - moment.begin) / (count + 1)
+            inside = [moment.begin + (place + 1) * step for place in range(count)]
+            now = moment.end
             yield position, moment.begin, moment.end
         elif getattr(action, "during", None) is not None:
-            early = isinstance(action, (AllocateGradients, GatherParameters, WaitGather))
-            at = inside_begin if early else now
+            at = inside.pop(0) if inside else now
             yield position, at, at
         elif isinstance(action, Bubble):
             yield position, now, now + action.capacity
             now += action.capacity
         else:
-            takes = NOMINAL if isinstance(action, (*KINDS["update"], ReduceReplicated)) else 0.0
-            yield position, now, now + takes
-            now += takes
+            updates = position > last and isinstance(action, (*KINDS["update"], ReduceReplicated))
+            yield position, now, now + NOMINAL * updates
+            now += NOMINAL * updates
+
+
+def _count_inside(actions: Sequence[Action], position: int) -> int:
+    """How many actions happen inside the computation at `position`: they stand right behind it."""
+    end = position + 1
+    while end < len(actions) and getattr(actions[end], "during", None) is not None:
+        end += 1
+    return end - position - 1
 
 
 def _row(program: Program, rank: int, moments: Sequence[Moment]) -> Row:
@@ -185,7 +196,8 @@ def _row(program: Program, rank: int, moments: Sequence[Moment]) -> Row:
     held = gradient_bytes_between_steps(program, rank)
     row.memory.append((0.0, held))
     end_of_all = max((end for _, _, end in moments), default=0.0)
-    for position, begin, end in sorted(moments):
+    # In the order of time: what happens inside a computation may happen in another order than it stands.
+    for position, begin, end in sorted(moments, key=lambda moment: (moment[1], moment[0])):
         action = actions[position]
         inside = int(getattr(action, "during", None) is not None)
         row.spans.append((_kind(action), begin, end, texts[position], inside))

@@ -50,8 +50,11 @@
     const drag = view.drag;
     view.drag = null;
     if (!drag || Math.abs(drag.to - drag.from) < 6) return draw(view);
-    const [left, right] = [Math.min(drag.from, drag.to), Math.max(drag.from, drag.to)].map((x) => timeAt(view, x));
-    show(view, Math.max(0, left), Math.min(view.drawing.length, right));
+    const length = view.drawing.length;
+    const [left, right] = [Math.min(drag.from, drag.to), Math.max(drag.from, drag.to)]
+      .map((x) => Math.min(Math.max(timeAt(view, x), 0), length));
+    if (right - left < length * 1e-6) return draw(view);  // Closer than numbers are apart, or beside the drawing.
+    show(view, left, right);
   }
 
   function moved(view, event) {

@@ -11,15 +11,12 @@ from typing import Any
 from syncline.callbacks import StepMetrics
 from syncline.program.program import Program
 from syncline.progress import format_bytes
-from syncline.reports.drawing import measured_drawing, simulated_drawing
+from syncline.reports.drawing import measured_drawing, shown_ranks, simulated_drawing
 from syncline.reports.page import Card, cards, drawings, page, texts
-from syncline.reports.timeline import Entry
+from syncline.reports.timeline import Entry, Timelines
 
 MOST_POINTS = 1000
 """Of the curve; of more steps each point is a mean."""
-
-Timelines = Mapping[int, Sequence[Entry]]
-"""As `read_timelines` returns them."""
 
 
 def run_page(
@@ -49,9 +46,10 @@ def _content(
         yield _phases(records)
     yield "<h2>A step</h2>"
     shown = [simulated_drawing(program)]
-    measured = _typical_step(records, timelines)
-    if measured is not None:
-        shown.append(measured_drawing(program, timelines, measured))
+    step = _typical_step(records)
+    measured = _entries_of(step, timelines)
+    if all(measured.get(rank) for rank in shown_ranks(program)):
+        shown.append(measured_drawing(program, measured, step))
     else:
         yield (
             '<p class="quiet">This run was not timed action by action. With <code>pipeline_parallel_config: '
@@ -128,14 +126,18 @@ def _phases(records: Sequence[StepMetrics]) -> str:
     )
 
 
-def _typical_step(records: Sequence[StepMetrics], timelines: Timelines) -> int | None:
-    """Of the steps that every rank has timed the one of median length; not the first one, if there are others."""
-    timed = (
-        set.intersection(*({entry["step"] for entry in each} for each in timelines.values())) if timelines else set()
-    )
-    lengths: list[tuple[float, int]] = [(r.step_seconds, r.step) for r in records if r.step in timed]
-    lengths = [each for each in lengths if each[1] > 1] or lengths
-    return sorted(lengths)[len(lengths) // 2][1] if lengths else None
+def _typical_step(records: Sequence[StepMetrics]) -> int:
+    """The step of median length; not the first one, if there are others. 0 where there is none."""
+    lengths = sorted((record.step_seconds, record.step) for record in records[1:] or records)
+    return lengths[len(lengths) // 2][1] if lengths else 0
+
+
+def _entries_of(step: int, timelines: Timelines) -> dict[int, Sequence[Entry]]:
+    """By rank what was measured of one step."""
+    return {
+        rank: next((entries for entries in steps if entries[0]["step"] == step), ())
+        for rank, steps in timelines.items()
+    }
 
 
 def _number(value: float) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ Entry = Mapping[str, Any]
 """A line: `step`, `began` in seconds since the epoch, `position` in the rank's actions, `start` and `end` in seconds
 since the step began, and the action's own JSON.
 """
+
+Timelines = Mapping[int, Iterable[Sequence[Entry]]]
+"""By rank, step by step, the entries of a step."""
 
 PREFIX = "timeline-rank"
 
@@ -38,14 +42,18 @@ class TimelineFile:
                 )
 
 
-def timeline_paths(folder: Path) -> list[Path]:
-    """Every rank's file in the folder of a run."""
-    return sorted(folder.glob(f"{PREFIX}*.jsonl"))
+def timeline_paths(folder: Path) -> dict[int, Path]:
+    """By rank its file in the folder of a run."""
+    return {int(path.stem.removeprefix(PREFIX)): path for path in sorted(folder.glob(f"{PREFIX}*.jsonl"))}
 
 
-def read_timelines(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By rank the entries of every timeline in the folder of a run."""
-    return {
-        int(path.stem.removeprefix(PREFIX)): list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
-        for path in timeline_paths(folder)
-    }
+def read_timelines(folder: Path) -> dict[int, Iterator[list[Entry]]]:
+    """The timelines in the folder of a run, read as they are asked for: a long run's do not fit into memory."""
+    return {rank: read_steps(path) for rank, path in timeline_paths(folder).items()}
+
+
+def read_steps(path: Path) -> Iterator[list[Entry]]:
+    """Step by step the entries of one rank."""
+    with path.open(encoding="utf-8") as file:
+        for _, entries in groupby(map(json.loads, file), key=lambda entry: entry["step"]):
+            yield list(entries)

@@ -5,47 +5,58 @@ Source of the format: Google, "Trace Event Format" (complete events `X`, counter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, TextIO
 
 from syncline.program.actions import AllocateGradients, FreeGradients
 from syncline.program.costs import gradient_bytes_between_steps
 from syncline.program.program import Program
 from syncline.program.text import listing, title
-from syncline.reports.timeline import Entry
+from syncline.reports.timeline import Entry, Timelines
 
 MICROSECONDS = 1e6
 
 
-def chrome_trace(program: Program, timelines: Mapping[int, Iterable[Entry]]) -> dict[str, Any]:
-    """One row for each rank with its actions, and beside it a line with the bytes of its gradients.
+def write_chrome_trace(file: TextIO, program: Program, timelines: Timelines) -> None:
+    """One row for each rank with its actions, and beside it a line with the bytes of its gradients. Step after step is
+    read and written.
 
     Rows of ranks on different machines are as far apart as their clocks.
     """
-    timelines = {rank: list(entries) for rank, entries in timelines.items()}
-    first = min((entry["began"] for entries in timelines.values() for entry in entries), default=0.0)
-    events = [event for rank in sorted(timelines) for event in _events(program, rank, timelines[rank], first)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    steps = {rank: iter(each) for rank, each in timelines.items()}
+    firsts = {rank: next(each, []) for rank, each in steps.items()}
+    began = min((entries[0]["began"] for entries in firsts.values() if entries), default=0.0)
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    separator = ""
+    for rank in sorted(steps):
+        for event in _events(program, rank, chain([firsts[rank]], steps[rank]), began):
+            file.write(f"{separator}\n{json.dumps(event)}")
+            separator = ","
+    file.write("\n]}\n")
 
 
-def _events(program: Program, rank: int, entries: Iterable[Entry], first: float) -> Iterator[dict[str, Any]]:
+def _events(program: Program, rank: int, steps: Iterator[Sequence[Entry]], first: float) -> Iterator[dict[str, Any]]:
     row = {"pid": 0, "tid": rank}
     yield {"ph": "M", "name": "thread_name", **row, "args": {"name": title(program, rank)}}
     yield {"ph": "M", "name": "thread_sort_index", **row, "args": {"sort_index": rank}}
     lines, held = listing(program, rank), gradient_bytes_between_steps(program, rank)
-    for entry in entries:
-        action = program.ranks[rank][entry["position"]]
-        at = (entry["began"] - first + entry["start"]) * MICROSECONDS
-        yield {
-            "ph": "X",
-            "name": lines[entry["position"]],
-            "cat": entry["action"],
-            "ts": at,
-            "dur": (entry["end"] - entry["start"]) * MICROSECONDS,
-            **row,
-            "args": {"step": entry["step"], "position": entry["position"]},
-        }
-        if isinstance(action, (AllocateGradients, FreeGradients)):
-            size = program.storage_bytes(rank, action.bucket, action.part)
-            held += size if isinstance(action, AllocateGradients) else -size
-            yield {"ph": "C", "name": f"gradient bytes, rank {rank}", "ts": at, **row, "args": {"bytes": held}}
+    for entries in steps:
+        # In the order of time: what happens inside a computation may happen in another order than it stands.
+        for entry in sorted(entries, key=lambda entry: (entry["start"], entry["position"])):
+            action = program.ranks[rank][entry["position"]]
+            at = (entry["began"] - first + entry["start"]) * MICROSECONDS
+            yield {
+                "ph": "X",
+                "name": lines[entry["position"]],
+                "cat": entry["action"],
+                "ts": at,
+                "dur": (entry["end"] - entry["start"]) * MICROSECONDS,
+                **row,
+                "args": {"step": entry["step"], "position": entry["position"]},
+            }
+            if isinstance(action, (AllocateGradients, FreeGradients)):
+                size = program.storage_bytes(rank, action.bucket, action.part)
+                held += size if isinstance(action, AllocateGradients) else -size
+                yield {"ph": "C", "name": f"gradient bytes, rank {rank}", "ts": at, **row, "args": {"bytes": held}}

@@ -103,13 +103,20 @@ class ActionTimer:
     the current stream, which are read once they have passed.
     """
 
-    def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
-        self._mark: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
+    def __init__(self, actions: Sequence[Action], device: torch.device, before: ActionTimer | None = None) -> None:
+        """Starts now. `before` is the timer of the program that ran before on this device: on CUDA the host does not
+        know when the device begins, but how long after that one it did.
+        """
+        on_cuda = device.type == "cuda"
+        self._mark: Callable[[], Any] = _event if on_cuda else time.perf_counter
         self._positions: defaultdict[Action, deque[int]] = defaultdict(deque)
         for position, action in enumerate(actions):
             self._positions[action].append(position)
         self._marks: list[tuple[int, Any, Any]] = []
-        self._began = self._mark()
+        self._before = before if on_cuda else None
+        if on_cuda and before is None:
+            torch.cuda.synchronize(device)
+        self._start, self._began = self._mark(), time.time()
 
     @contextmanager
     def measuring(self, action: Action) -> Iterator[None]:
@@ -122,9 +129,16 @@ class ActionTimer:
         """In the order of the program. On CUDA the program must have been waited for."""
         marks = sorted(self._marks, key=lambda each: each[0])
         return [
-            ActionTime(position, _seconds(self._began, start), _seconds(self._began, end))
+            ActionTime(position, _seconds(self._start, start), _seconds(self._start, end))
             for position, start, end in marks
         ]
+
+    def began(self) -> float:
+        """When the program began, in seconds since the epoch by this host's clock. As for `times`."""
+        if self._before is not None:
+            self._began = self._before.began() + _seconds(self._before._start, self._start)
+            self._before = None
+        return self._began
 
 
 def _event() -> torch.cuda.Event:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -92,8 +91,6 @@ class StepResult:
     """By which losses were scaled up in this step."""
     timer: ActionTimer | None = None
     """When each action ran, if timers are on; for who has read `numbers`."""
-    began: float = 0.0
-    """When the first of them did: seconds since the epoch, by this host's clock."""
 
     @property
     def overflowed(self) -> bool:
@@ -212,7 +209,7 @@ class Worker:
         self.parameters.memory.restart_peak()
         flow = Flow(micro_batches, Stage.__call__, self._transport, self._inside)
         actions = self.program.ranks[self.rank]
-        self._timer = ActionTimer(actions, self._device) if self._timers else None
+        self._timer = ActionTimer(actions, self._device, self._timer) if self._timers else None
         result = self._run(actions, flow, _StepState(learning_rate), after, before)
         self._undecided = result if self._checks_overflow else None
         return result
@@ -262,7 +259,6 @@ class Worker:
     ) -> StepResult:
         self._state = state
         clock = self._clock = clock_for(self._device)
-        began = time.time()
         with self.computations.on(flow):
             for action in actions:
                 clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
@@ -289,7 +285,6 @@ class Worker:
             checks_overflow=state.overflow is not None,
             loss_scale=self.loss_scale.value,
             timer=self._timer,
-            began=began,
         )
 
     def _perform(self, action: Action) -> None:

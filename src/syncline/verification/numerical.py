@@ -17,13 +17,13 @@ from syncline.arguments import TrainingArguments
 from syncline.arguments.parameter_groups import ParameterGroup
 from syncline.arguments.segmentation import UNIFORM
 from syncline.engine import Engine, start_engine
-from syncline.job import Job, describe_job, in_float64
+from syncline.job import Job, choose_schedule, describe_job, in_float64
 from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
 from syncline.modeling.materialise import materialise
 from syncline.modeling.shrink import shrink_config
 from syncline.modeling.split import plan_split
 from syncline.runtime.worker import StepResult
-from syncline.strategy import Normalization, resolve_strategy
+from syncline.strategy import BEST, Normalization, resolve_strategy
 from syncline.update_rules import group_members, update_rules
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
 from syncline.verification.double import InFloat64, recompute_in_float64
@@ -81,10 +81,14 @@ def verification_job(arguments: TrainingArguments) -> Job:
     whatever in the arguments or the model cannot work, patterns that match nothing in the full model included.
     """
     full_config = resolve_config(arguments.model_name_or_path, arguments.model_config)
-    strategy = replace(in_float64(resolve_strategy(arguments)), bucket_bytes=BUCKET_BYTES)
+    attention = portable_attention(arguments.attn_implementation)
+    strategy = resolve_strategy(arguments)
+    notes: tuple[str, ...] = ()
+    if strategy.schedule == BEST:  # As for the full model: the small one has other stages.
+        strategy, notes = choose_schedule(strategy, arguments, build_meta_model(full_config, attention))
+    strategy = replace(in_float64(strategy), bucket_bytes=BUCKET_BYTES)
     # One layer more than stages, so that stages differ in size.
     config = without_randomness(shrink_config(full_config, strategy.placement.stages + 1))
-    attention = portable_attention(arguments.attn_implementation)
     if arguments.freeze_parameters or arguments.parameter_groups:
         # Refused as training would refuse them: the small model has other layers.
         update_rules(build_meta_model(full_config, attention), arguments)
@@ -107,7 +111,8 @@ def verification_job(arguments: TrainingArguments) -> Job:
         freeze_parameters=small_patterns(arguments.freeze_parameters, small_model),
         parameter_groups=tuple(group for group, members in small_groups if members),
     )
-    return describe_job(small, config=config, strategy=strategy, change_model=_prepare)
+    job = describe_job(small, config=config, strategy=strategy, change_model=_prepare)
+    return replace(job, notes=notes)
 
 
 def verify_rank(arguments: TrainingArguments, rank: int, device: torch.device) -> Report:

@@ -9,10 +9,11 @@ from syncline.program.actions import (
     Action,
     BackwardWeight,
     Bubble,
+    ClipGradients,
     Forward,
-    PointToPoint,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceReplicated,
 )
 from syncline.program.costs import simulated
 from syncline.program.program import Program
@@ -20,7 +21,8 @@ from syncline.program.simulation import Moment, length
 
 
 def mark_bubbles(program: Program) -> Program:
-    """A `Bubble` before every message that a rank waits for, and behind its last computation as long as others compute.
+    """A `Bubble` before every message that a rank waits for; and where all that it does by itself is done, if others
+    still compute.
 
     The last of all passes: it depends on the order of computations, and nothing depends on it.
     """
@@ -64,10 +66,10 @@ def _before_receives(moments: Sequence[Moment], actions: Sequence[Action]) -> di
 
 
 def _behind_computations(actions: Sequence[Action]) -> int:
-    """The position behind the last computation, what happens inside it, and the message that follows from it."""
+    """The position of what first waits for the other ranks of the pipeline once all is computed and reduced."""
     last = max(index for index, action in enumerate(actions) if isinstance(action, COMPUTATIONS))
     return next(
         index
         for index in range(last + 1, len(actions))
-        if not isinstance(actions[index], PointToPoint) and getattr(actions[index], "during", None) is None
+        if isinstance(actions[index], (ReduceReplicated, ClipGradients))
     )
