@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,8 +23,7 @@ import torch.distributed as dist
 
 from link import LinkUnavailable, open_link
 from ranks import ask_ranks_across, is_rank, serve_rank
-from reporting import LEAST_REPETITIONS, describe_machine, milliseconds, table, write_section
-from reporting import repetitions as repetitions_option
+from reporting import describe_machine, milliseconds, option_parser, table, write_section
 from sleeping import micro_batches, sleeping_program, start_sleeping_worker
 from syncline.program.actions import ADDING_GRADIENTS, COMPUTATIONS, Action
 from syncline.program.costs import simulated
@@ -48,6 +46,7 @@ RATES_IN_BYTES = {"1gbit": 1e9 / 8, "300mbit": 3e8 / 8}
 FRAMING = 1.04
 """Bytes on the wire over bytes of gradients: headers of Ethernet, IP and TCP."""
 WARM_UP_STEPS = 1
+REPETITIONS = 10
 
 
 @dataclass(frozen=True)
@@ -209,17 +208,9 @@ def main(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__, REPETITIONS)
     parser.add_argument("--link", choices=RATES_IN_BYTES, default="300mbit", help="the rate (default: 300mbit)")
-    parser.add_argument(
-        "--repetitions",
-        type=repetitions_option,
-        default=10,
-        metavar="N",
-        help=f"how often each form takes its turn, at least {LEAST_REPETITIONS} (default 10)",
-    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the section into this page")
     return parser.parse_args(words)
 
 

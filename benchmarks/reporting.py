@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
 import statistics
-from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -98,8 +98,22 @@ def milliseconds(seconds: float) -> str:
 def repetitions(text: str) -> int:
     """The value of an option that says how often something is measured. Raises `ArgumentTypeError` for too few."""
     if not text.isdecimal() or int(text) < LEAST_REPETITIONS:
-        raise ArgumentTypeError(f"{text} is not a whole number of at least {LEAST_REPETITIONS}")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {LEAST_REPETITIONS}")
     return int(text)
+
+
+def option_parser(description: str | None, default: int) -> argparse.ArgumentParser:
+    """Of a benchmark that repeats itself `default` times and can write its section into a page."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--repetitions",
+        type=repetitions,
+        default=default,
+        metavar="N",
+        help=f"how often each takes its turn, at least {LEAST_REPETITIONS} (default {default})",
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the section into this page")
+    return parser
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

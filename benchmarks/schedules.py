@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import ask_ranks, is_rank, serve_rank
-from reporting import LEAST_REPETITIONS, Spread, describe_machine, milliseconds, pair_ratios, table, write_section
-from reporting import repetitions as repetitions_option
+from reporting import Spread, describe_machine, milliseconds, option_parser, pair_ratios, table, write_section
 from sleeping import micro_batches, sleeping_program, start_sleeping_worker
 from syncline.program.costs import simulated_time
 from syncline.program.program import Program
@@ -35,6 +33,7 @@ MICRO_BATCHES = 8
 COMPUTATION = 0.060
 """Seconds of a forward through all layers of a rank, and of each half of a backward."""
 WARM_UP_STEPS = 1
+REPETITIONS = 10
 
 
 @dataclass(frozen=True)
@@ -158,16 +157,8 @@ def main(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--repetitions",
-        type=repetitions_option,
-        default=10,
-        metavar="N",
-        help=f"how often each schedule takes its turn, at least {LEAST_REPETITIONS} (default 10)",
-    )
+    parser = option_parser(__doc__, REPETITIONS)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the section into this page")
     return parser.parse_args(words)
 
 

@@ -7,7 +7,6 @@ A timed step ends with its lines in the rank's timeline, as `syncline train` wri
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,7 @@ from typing import Any
 from gradient_life import WORKLOAD
 from measuring import time_in_turns
 from ranks import RANKS, THREADS_PER_RANK, ask_ranks, is_rank, serve_rank
-from reporting import Spread, describe_machine, milliseconds, pair_ratios, table, verdict, write_section
-from reporting import repetitions as repetitions_option
+from reporting import Spread, describe_machine, milliseconds, option_parser, pair_ratios, table, verdict, write_section
 from syncline.modeling.batch import MicroBatch
 from syncline.reports.timeline import TimelineFile
 from trainers import SynclineMode, SynclineTrainer, describe
@@ -54,7 +52,7 @@ class TimedTrainer(SynclineTrainer):
 
 
 def main(words: list[str]) -> int:
-    options = _options(words)
+    options = option_parser(__doc__, REPETITIONS).parse_args(words)
     section = report({form: ask_ranks(__file__, {"form": form, "time": options.repetitions}) for form in FORMS})
     print(section)
     if options.write:
@@ -93,19 +91,6 @@ def report(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
             *table(("steps of", "without timers, ms", "with timers, ms", "with / without"), rows),
         ]
     )
-
-
-def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--repetitions",
-        type=repetitions_option,
-        default=REPETITIONS,
-        metavar="N",
-        help=f"how often each takes its turn (default {REPETITIONS})",
-    )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the section into this page")
-    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from syncline.callbacks import StepMetrics
 from syncline.program.actions import AllocateGradients
 from syncline.program.costs import simulated_time
 from syncline.reports.drawing import KINDS, measured_drawing, shown_ranks, simulated_drawing
@@ -22,6 +21,7 @@ from syncline.reports.run_page import run_page
 from syncline.strategy import Sharding, Strategy
 from syncline.topology import Topology
 from tests.program.examples import small_program
+from tests.records import RECORD
 
 PROGRAM = small_program(
     Strategy(
@@ -61,22 +61,6 @@ def timelines() -> dict[int, list[list[dict[str, Any]]]]:
     return {rank: [measured(step)[rank] for step in (1, 2, 3)] for rank in range(len(PROGRAM.ranks))}
 
 
-RECORD = StepMetrics(
-    step=1,
-    loss=5.0,
-    learning_rate=1e-3,
-    grad_norm=1.0,
-    tokens=64,
-    tokens_per_second=128.0,
-    step_seconds=0.5,
-    forward_backward_seconds=0.3,
-    reduce_wait_seconds=0.1,
-    optimizer_seconds=0.05,
-    peak_memory_bytes=3 * 2**20,
-    gradient_bytes=2048,
-    bytes_sent=4096,
-    skipped=False,
-)
 RECORDS = [RECORD, replace(RECORD, step=2, loss=float("nan"), skipped=True), replace(RECORD, step=3, loss=4.5)]
 
 
@@ -128,7 +112,7 @@ class References(HTMLParser):
 def pages() -> dict[str, str]:
     return {
         "program": program_page(PROGRAM, "seed: 1 # </script><b>not markup</b>\n"),
-        "timed run": run_page(PROGRAM, "seed: 1\n", RECORDS, timelines(), {"loss": 4.25}),
+        "timed run": run_page(PROGRAM, "seed: 1\n", RECORDS, timelines(), {"loss": 4.125}),
         "run": run_page(PROGRAM, "seed: 1\n", RECORDS, {}),
         "run without a step": run_page(PROGRAM, "", [], {}),
     }
@@ -148,7 +132,7 @@ def test_a_page_is_one_file(name):
 
 def test_a_run_page_tells_the_figures_of_the_run():
     text = pages()["timed run"]
-    for words in ("3 optimizer steps on 4 ranks", "4.5000", "4.2500", "3 MiB", "steps skipped", "Step 3, measured"):
+    for words in ("3 optimizer steps on 4 ranks", "4.5000", "4.1250", "512 MiB", "steps skipped", "Step 3, measured"):
         assert words in text, words
     assert "enable_timer" in pages()["run"]
     assert "enable_timer" not in text

@@ -157,10 +157,14 @@ class Strategy:
         return Placement(self.topology.pp, self.virtual_stages, folded=self.schedule in V_SHAPED)
 
     @property
+    def allowed_activations(self) -> float:
+        """The limit, where it is left to the pipeline too."""
+        return self.topology.pp if self.activation_limit is None else self.activation_limit
+
+    @property
     def most_activations(self) -> int:
         """The limit in activations of a micro-batch at one stage."""
-        limit = self.topology.pp if self.activation_limit is None else self.activation_limit
-        return max(self.virtual_stages, int(limit * self.virtual_stages))
+        return max(self.virtual_stages, int(self.allowed_activations * self.virtual_stages))
 
     @property
     def ownership(self) -> Ownership:

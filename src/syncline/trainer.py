@@ -162,8 +162,7 @@ class Trainer:
         """Write what the run can be read from: its page and, with timers, its trace. What cannot be written is warned
         of: the run itself is done.
         """
-        if self.job.strategy.timers:
-            dist.barrier()  # Every rank has written its timeline.
+        dist.barrier()  # Every rank has written what it writes.
         if self.rank != 0:
             return
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from syncline.program.actions import (
@@ -99,14 +100,16 @@ def group_name(group: str) -> str:
 
 def peak_gradient_bytes(program: Program, rank: int) -> int:
     """The largest sum of gradient storage alive at any moment of the step, shards included."""
-    peak = held = gradient_bytes_between_steps(program, rank)
-    for action in program.ranks[rank]:
-        if isinstance(action, AllocateGradients):
-            held += program.storage_bytes(rank, action.bucket, action.part)
-            peak = max(peak, held)
-        elif isinstance(action, FreeGradients):
-            held -= program.storage_bytes(rank, action.bucket, action.part)
-    return peak
+    changes = (gradient_bytes_added(program, rank, action) for action in program.ranks[rank])
+    return max(accumulate(changes, initial=gradient_bytes_between_steps(program, rank)))
+
+
+def gradient_bytes_added(program: Program, rank: int, action: Action) -> int:
+    """By how many bytes the gradient storage of `rank` grows with `action`; negative where it shrinks."""
+    if not isinstance(action, (AllocateGradients, FreeGradients)):
+        return 0
+    size = program.storage_bytes(rank, action.bucket, action.part)
+    return size if isinstance(action, AllocateGradients) else -size
 
 
 def peak_gathered_bytes(program: Program, rank: int) -> int:

@@ -34,7 +34,7 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
-from syncline.program.costs import gradient_bytes_between_steps, simulated
+from syncline.program.costs import gradient_bytes_added, gradient_bytes_between_steps, simulated
 from syncline.program.program import Program
 from syncline.program.text import listing, title
 from syncline.reports.timeline import Entry
@@ -201,15 +201,14 @@ def _row(program: Program, rank: int, moments: Sequence[Moment]) -> Row:
         action = actions[position]
         inside = int(getattr(action, "during", None) is not None)
         row.spans.append((_kind(action), begin, end, texts[position], inside))
-        if isinstance(action, (AllocateGradients, FreeGradients)):
-            storage = (action.bucket, action.part)
-            size = program.storage_bytes(rank, *storage)
-            if isinstance(action, AllocateGradients):
-                born[storage], held = begin, held + size
-            else:
-                row.lives.append(_life(program, rank, storage, born.pop(storage, 0.0), end))
-                held -= size
+        if added := gradient_bytes_added(program, rank, action):
+            held += added
             row.memory.append((begin, held))
+        if isinstance(action, AllocateGradients):
+            born[action.bucket, action.part] = begin
+        elif isinstance(action, FreeGradients):
+            storage = (action.bucket, action.part)
+            row.lives.append(_life(program, rank, storage, born.pop(storage, 0.0), end))
         elif isinstance(action, ReduceGradients):
             started.setdefault(action.bucket, []).append((begin, texts[position]))
         elif isinstance(action, WaitReduce) and started.get(action.bucket):
@@ -217,7 +216,6 @@ def _row(program: Program, rank: int, moments: Sequence[Moment]) -> Row:
             row.under_way.append((since, end, text))
     row.lives += [_life(program, rank, storage, since, end_of_all) for storage, since in born.items()]
     row.lives.sort(key=lambda life: (life.text, life.begin))
-    row.memory = sorted(row.memory, key=lambda each: each[0])
     return row
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, TextIO
 
-from syncline.program.actions import AllocateGradients, FreeGradients
-from syncline.program.costs import gradient_bytes_between_steps
+from syncline.program.costs import gradient_bytes_added, gradient_bytes_between_steps
 from syncline.program.program import Program
 from syncline.program.text import listing, title
 from syncline.reports.timeline import Entry, Timelines
@@ -56,7 +55,6 @@ def _events(program: Program, rank: int, steps: Iterator[Sequence[Entry]], first
                 **row,
                 "args": {"step": entry["step"], "position": entry["position"]},
             }
-            if isinstance(action, (AllocateGradients, FreeGradients)):
-                size = program.storage_bytes(rank, action.bucket, action.part)
-                held += size if isinstance(action, AllocateGradients) else -size
+            if added := gradient_bytes_added(program, rank, action):
+                held += added
                 yield {"ph": "C", "name": f"gradient bytes, rank {rank}", "ts": at, **row, "args": {"bytes": held}}

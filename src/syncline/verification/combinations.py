@@ -90,6 +90,8 @@ SIDE_AXES: Mapping[str, Mapping[str, Keys]] = {
         "DualPipeV": {"pipeline_schedule_mode": "DualPipeV"},
         "ZBH1, two stages a rank": {"pipeline_schedule_mode": "ZBH1", "virtual_pp_degree": 2},
         "FThenB, two stages a rank": {"pipeline_schedule_mode": "FThenB", "virtual_pp_degree": 2},
+        "Bounded, one micro-batch": {"pipeline_schedule_mode": "Bounded", "pipeline_activation_limit": 1},
+        "BoundedV": {"pipeline_schedule_mode": "BoundedV"},
     },
     "messages": {"when needed": {}, "ahead": {"pipeline_parallel_config": "enable_overlap_p2p_comm"}},
     "order": {"pp first": {}, "sharding first": {"hybrid_parallel_topo_order": "sharding_first"}},

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from syncline.program.schedules import BOUNDED, schedule_named
 from syncline.program.simulation import Costs, length, most_activations, simulate
-from syncline.strategy import Strategy
+from syncline.strategy import V_SHAPED, Strategy
 
 MOST_STAGES_PER_RANK = 4
 """More stages shorten a bubble that is short already, and send as many messages more."""
 
 AROUND = ("1F1B", "ZBH1", "Bounded")
-FOLDED = ("ZBV", "DualPipeV", "BoundedV")
-"""What is tried. FThenB is never shorter than 1F1B."""
+"""What is tried beside `V_SHAPED`. FThenB is never shorter than 1F1B."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def candidates(strategy: Strategy, costs_of: Callable[[int], Costs | None]) -> I
     for per_rank in (asked,) if asked > 1 else range(1, MOST_STAGES_PER_RANK + 1):
         costs = costs_of(per_rank * strategy.topology.pp)
         if costs is not None:
-            for schedule in AROUND + (FOLDED if per_rank == 2 else ()):
+            for schedule in AROUND + (V_SHAPED if per_rank == 2 else ()):
                 for limit in _limits(strategy) if schedule in BOUNDED else (strategy.activation_limit,):
                     form = replace(strategy, schedule=schedule, virtual_stages=per_rank, activation_limit=limit)
                     yield _simulated(form, costs)
@@ -55,16 +54,15 @@ def best(strategy: Strategy, costs_of: Callable[[int], Costs | None]) -> Candida
     """The shortest of the `candidates` within the limit; of equally short ones that with the fewest stages a rank, then
     that with the fewest activations. None where the model cannot be divided into any number of stages.
     """
-    limit = strategy.topology.pp if strategy.activation_limit is None else strategy.activation_limit
     # Bounded schedules hold what they may, so there is one wherever there is any.
-    within = [each for each in candidates(strategy, costs_of) if each.activations <= limit]
+    within = [each for each in candidates(strategy, costs_of) if each.activations <= strategy.allowed_activations]
     return min(within, key=_time_stages_activations, default=None)
 
 
 def _limits(strategy: Strategy) -> Iterator[float | None]:
     """What bounded schedules may hold: all that is allowed, or as much as mostly suffices."""
     yield strategy.activation_limit
-    if (strategy.activation_limit or 0) > strategy.topology.pp:
+    if strategy.allowed_activations > strategy.topology.pp:
         yield None
 
 
