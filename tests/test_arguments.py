@@ -72,7 +72,7 @@ READ_BY_NO_ATTRIBUTE = {
     **dict.fromkeys(
         ("pipeline_parallel_config", "tensor_parallel_config"), "syncline.flag_effects reads all four in one loop"
     ),
-    "release_grads": "syncline.strategy reads it by name, together with its flag",
+    **dict.fromkeys(("release_grads", "offload_activations"), "syncline.strategy reads them by name, with their flags"),
     "sequence_parallel": "arrives with tensor parallelism; without it always a warning",
     "save_total_limit": "arrives with checkpoints; without them always a warning",
 }

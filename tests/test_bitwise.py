@@ -61,6 +61,7 @@ MOVED: Mapping[str, Mapping[str, Any]] = {
     "last micro-batch, released": {**NO_OVERLAP, **RELEASE},
     "after accumulation, released": {**AFTER, **RELEASE},
     "timers": {"pipeline_parallel_config": "enable_timer"},
+    "offloaded": {"offload_activations": True},
 }
 """Ways to do the same arithmetic."""
 
@@ -71,6 +72,7 @@ MOVED_IN_A_PIPELINE: Mapping[str, Mapping[str, Any]] = {
     "halved backwards": HALVED,
     "halved backwards, after accumulation, released": {**HALVED, **AFTER, **RELEASE},
     "halved backwards, recomputed": {**HALVED, "recompute": True},
+    "halved backwards, offloaded": {**HALVED, "offload_activations": True},
     "shapes with every message": {"pipeline_parallel_config": "disable_p2p_cache_shape"},
     "shapes each step": {"pipeline_parallel_config": "enable_clear_every_step_cache"},
     "received ahead": {"pipeline_parallel_config": "enable_overlap_p2p_comm"},
@@ -233,7 +235,14 @@ def test_what_only_moves_work_changes_no_bit_when_tensors_have_owners(pool):
 
 def test_what_only_moves_work_changes_no_bit_when_slices_have_owners(pool):
     """Stages 1 and 2 and 3 included: the same buckets, the same order of sums, and so the same bits."""
-    recomputed = form("stage 3", STAGE3, {"recomputed": {"recompute": True}})
+    recomputed = form(
+        "stage 3",
+        STAGE3,
+        {
+            "recomputed": {"recompute": True},
+            "recomputed and offloaded": {"recompute": True, "offload_activations": True},
+        },
+    )
     assert_bitwise_equal(pool, "sharding=2", {**sliced(MOVED_WHEREVER_SHARDED, MOVED_IN_STAGE_1), **recomputed})
 
 

@@ -80,6 +80,14 @@ def test_train_leaves_what_it_promises(tmp_path: Path):
     assert "overwrite_output_dir" in again.stderr
 
 
+def test_activations_in_host_memory_are_counted_and_on_the_cpu_a_warning(tmp_path: Path):
+    config = write_config(tmp_path / "config.yaml", offload_activations=True)
+    run = syncline("train", config, "--output_dir", tmp_path / "run")
+    assert run.returncode == 0, run.stderr
+    assert "warning: offload_activations saves nothing here: training runs on the CPU" in run.stderr
+    assert all(record.offloaded_bytes > 0 for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
 def test_after_accumulation_reduces_once_where_the_plain_mode_reduces_eight_times(tmp_path: Path):
     config = write_config(tmp_path / "config.yaml")
     plain, once = (

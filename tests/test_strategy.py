@@ -340,6 +340,20 @@ class TestPrecision:
         assert "float64" in refusal(gradient_reduce_dtype="float64").given
 
 
+class TestOffload:
+    def test_key_and_flag_are_one(self):
+        flag = {**TWO_STAGES, "pipeline_parallel_config": "enable_offload_queue"}
+        assert resolve(**flag).offload_activations
+        assert resolve(offload_activations=True).offload_activations
+        assert not resolve(**TWO_STAGES).offload_activations
+        assert refusal(**flag, offload_activations=False).wrong == "the flag means offload_activations: true"
+
+    def test_halved_backwards_make_it_save_less(self):
+        (warning,) = resolve(**TWO_STAGES, pipeline_schedule_mode="ZBH1", offload_activations=True).warnings
+        assert warning.startswith("offload_activations saves less under ZBH1: between the halves")
+        assert resolve(**TWO_STAGES, offload_activations=True, recompute=True).warnings == ()
+
+
 def test_recomputing_scores_alone_is_refused():
     assert "full_attn" in refusal(recompute=True, recompute_granularity="core_attn").instead
 
@@ -423,6 +437,7 @@ CHANGED_BY: dict[str, dict[str, Any]] = {
     "enable_clear_every_step_cache": {"shape_exchange": ShapeExchange.EACH_STEP},
     "enable_overlap_p2p_comm": {"receive_ahead": True},
     "enable_send_recv_overlap": {"receive_ahead": True},
+    "enable_offload_queue": {"offload_activations": True},
     "enable_split_backward": {"schedule": "ZBH1"},
     "use_dualpipev": {"schedule": "DualPipeV", "virtual_stages": 2, "placement": Placement(2, 2, folded=True)},
     "split_param": {"sharding": Sharding.STAGE1_SLICE, "ownership": Ownership.SLICES},
@@ -629,6 +644,7 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBH1", "pp_seg_method": "3,5"},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "ZBV"},
     {"recompute": True, "recompute_granularity": "full_attn", "recompute_interval": 2},
+    {"offload_activations": True},
     {"pipeline_parallel_degree": 2, "pipeline_schedule_mode": "DualPipeV", "virtual_pp_degree": 2},
     {"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"},
     {"min_learning_rate": 1e-6, "lr_scheduler_power": 2.0, "lr_scheduler_type": "polynomial"},

@@ -26,6 +26,7 @@ KEYS = [
     "skipped",
     "gradient_bytes_held",
     "gathered_bytes",
+    "offloaded_bytes",
     "reductions",
     "bytes_sent_by_group",
     "loss_scale",

@@ -46,6 +46,8 @@ class StepMetrics:
     """Bytes of gradient storage that this rank holds between this step and the next."""
     gathered_bytes: int = 0
     """Peak bytes of parameters that this rank gathered to use and freed again."""
+    offloaded_bytes: int = 0
+    """Peak bytes of activations of this rank that waited in host memory."""
     reductions: int = 0
     """Collectives on gradient buckets that this rank took part in."""
     bytes_sent_by_group: Mapping[str, int] = field(default_factory=dict)

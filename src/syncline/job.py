@@ -24,7 +24,7 @@ from syncline.program.simulation import Costs
 from syncline.program.verify import verify
 from syncline.runtime.optimizer import UpdateRule
 from syncline.runtime.products import share_left_to_autograd
-from syncline.strategy import BEST, Strategy, recompute_warnings, resolve_strategy
+from syncline.strategy import BEST, Strategy, held_between_halves_warnings, resolve_strategy
 from syncline.update_rules import update_rules
 
 MOST_LEFT_TO_AUTOGRAD = 0.2
@@ -122,9 +122,10 @@ def choose_schedule(
     note = (
         f"pipeline_schedule_mode best is {chosen.title}: a simulated step takes {chosen.time:.1f} forwards through a "
         f"rank's layers, of which computations take {chosen.busy:.1f}; a rank holds the activations of "
-        f"{chosen.activations:g} micro-batches"
+        f"{chosen.activations:g} micro-batches{', in host memory' if strategy.offload_activations else ''}"
     )
-    warnings = (*strategy.warnings, *recompute_warnings(arguments, chosen.strategy.schedule))
+    held = held_between_halves_warnings(arguments, chosen.strategy.schedule, offloads=strategy.offload_activations)
+    warnings = (*strategy.warnings, *held)
     return replace(chosen.strategy, warnings=warnings), (note,)
 
 

@@ -148,6 +148,8 @@ class Strategy:
     shape_exchange: ShapeExchange = ShapeExchange.ONCE
     receive_ahead: bool = False
     """What the next computation needs is being received while the one before it runs."""
+    offload_activations: bool = False
+    """What forwards save for their backwards waits in host memory."""
     timers: bool = False
     warnings: tuple[str, ...] = ()
     """Sentences for the user: flags that have no effect here."""
@@ -200,6 +202,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
     schedule = _schedule(arguments, topology, flags)
     parameter_dtype, gradient_dtype, reduce_dtype = _dtypes(arguments)
     sync = _sync_moment(arguments)
+    offloads = bool(_switched_on(arguments, flags, "offload_activations", "enable_offload_queue"))
     return Strategy(
         topology=topology,
         micro_batches=arguments.gradient_accumulation_steps,
@@ -222,6 +225,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
         bucket_bytes=_bucket_bytes(arguments),
         shape_exchange=_shape_exchange(flags),
         receive_ahead=bool(flags & set(RECEIVE_AHEAD_FLAGS)),
+        offload_activations=offloads,
         timers=bool(flags & {"enable_timer", "enable_profiling"}),
         warnings=(
             *arguments.notices,
@@ -229,6 +233,7 @@ def resolve_strategy(arguments: TrainingArguments) -> Strategy:
             *flag_warnings,
             *_warnings(arguments, topology, flags, sync),
             *_schedule_warnings(arguments, flags, schedule),
+            *held_between_halves_warnings(arguments, schedule, offloads=offloads),
         ),
     )
 
@@ -494,12 +499,13 @@ def _schedule_warnings(arguments: TrainingArguments, flags: frozenset[str], sche
     for flag in sorted(flags & set(RECEIVE_AHEAD_FLAGS)):
         if "disable_p2p_cache_shape" in flags:
             yield f"{flag} has no effect here: disable_p2p_cache_shape lets nothing come before its shape is known."
-    yield from recompute_warnings(arguments, schedule)
 
 
-def recompute_warnings(arguments: TrainingArguments, schedule: str) -> Iterator[str]:
-    if arguments.recompute and schedule in HALVED:
-        yield (
-            f"recompute saves less under {schedule}: between the halves of a backward the inputs of all linear layers "
-            "are held, recomputed or not. pipeline_schedule_mode: 1F1B holds none of them."
-        )
+def held_between_halves_warnings(arguments: TrainingArguments, schedule: str, *, offloads: bool) -> Iterator[str]:
+    """Whose savings between the halves of backwards are small."""
+    for option in ("recompute",) * arguments.recompute + ("offload_activations",) * offloads:
+        if schedule in HALVED:
+            yield (
+                f"{option} saves less under {schedule}: between the halves of a backward the inputs of all linear "
+                "layers are held on the device. pipeline_schedule_mode: 1F1B holds none of them."
+            )

@@ -255,6 +255,7 @@ class Trainer:
             skipped=result.skipped,
             gradient_bytes_held=result.held_gradient_bytes,
             gathered_bytes=result.peak_gathered_bytes,
+            offloaded_bytes=result.peak_offloaded_bytes,
             reductions=result.reductions,
             bytes_sent_by_group=result.bytes_sent_by_group,
             loss_scale=result.loss_scale,

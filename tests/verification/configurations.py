@@ -82,6 +82,12 @@ OPTIONS: Mapping[str, Mapping[str, Keys]] = {
         "recomputed": {"recompute": True},
         "attention recomputed": {"recompute": True, "recompute_granularity": "full_attn"},
         "every other layer recomputed": {"recompute": True, "recompute_interval": 2},
+        "offloaded": {"offload_activations": True},
+        "attention recomputed, offloaded": {
+            "recompute": True,
+            "recompute_granularity": "full_attn",
+            "offload_activations": True,
+        },
     },
 }
 

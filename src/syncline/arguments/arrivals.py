@@ -10,7 +10,7 @@ class Arrival(Enum):
 
     TENSOR = ("tensor parallelism", "Use pipeline_parallel_degree now to split a model that does not fit")
     SEQUENCE = ("sequence and context parallelism", "Use recompute or a smaller max_seq_length now to save activations")
-    OFFLOAD = ("offloading", "Use pipeline_parallel_degree, recompute or enable_release_grads now to save memory")
+    OFFLOAD = ("offloading", "Use offload_activations, recompute or enable_release_grads now to save memory")
     CHECKPOINTS = (
         "checkpoints",
         "The trained model is saved at the end as a Hugging Face folder; leave this key out now",

@@ -277,9 +277,9 @@ FLAGS = (
     Flag(
         "enable_offload_queue",
         (PIPELINE,),
-        "Activations wait in host memory.",
-        needs=Need.STAGES,
-        arrives=Arrival.OFFLOAD,
+        "`offload_activations: true`.",
+        "as offload_activations",
+        "As offload_activations.",
     ),
     # Sharding.
     Flag(

@@ -101,7 +101,9 @@ REFUSALS = {
     "neftune_noise_alpha": Refusal(_OFF, "the embeddings get no noise", "Leave it out."),
     "decay_steps": Refusal(_OFF, "the learning rate falls until the last step", "Write max_steps."),
     "num_cycles": Refusal((None, 0.5), "a cosine schedule is half a wave", "Leave it out."),
-    "offload_optim": Refusal(_OFF, "arrives with offloading", "Use recompute or enable_release_grads now."),
+    "offload_optim": Refusal(
+        _OFF, "arrives with offloading", "Use offload_activations, recompute or enable_release_grads now."
+    ),
     "optim_args": Refusal(_OFF, "the optimizer has flat keys", "Write adam_beta1, muon_momentum and so on."),
     "optim_target_modules": Refusal(_OFF, "groups of parameters are chosen by name", "Write parameter_groups."),
     "parallelism_config": Refusal(_OFF, "degrees are flat keys", _USE_DEGREES),

@@ -99,3 +99,14 @@ class ModelArguments:
         minimum=1,
         aliases=("pp_recompute_interval",),
     )
+    offload_activations: bool | None = _option(
+        None,
+        "What a forward saves for its backward waits in host memory, and comes back as the backward needs it; under "
+        "recompute that is what layers are computed again from. Parameters stay, and so does what a stage receives.",
+        effect="an OffloadActivations inside every forward",
+        cost="The device holds about one layer's activations, of one micro-batch at a time, and up to 256 MiB on their "
+        "way in each direction. They cross the bus twice in every step, behind computations as far as these last. The "
+        "host holds what the device would, in blocks that CUDA rounds up to powers of two.",
+        aliases=("activation_offloading", "enable_activation_offloading"),
+        default_text="false",
+    )

@@ -114,7 +114,7 @@ class ParallelismArguments:
     pipeline_activation_limit: float | None = _option(
         None,
         "Under the schedules Bounded, BoundedV and best: of how many micro-batches a rank may hold the activations of "
-        "all its layers.",
+        "all its layers, on its device or, under offload_activations, in host memory.",
         effect="how many forwards a rank may be ahead of its backwards",
         cost="Less than pipeline_parallel_degree saves memory and lets ranks wait longer. See docs/schedules.md.",
         minimum=1,

@@ -46,7 +46,7 @@ def _load(words: Sequence[str]) -> TrainingArguments:
 def _prepare(arguments: TrainingArguments) -> int:
     """Everything that can go wrong, before any process starts; returns how many to start."""
     job = _checked_job(arguments, warn=True)
-    choose_device(arguments, job.strategy.topology.world_size)
+    _warn_of_device(job, choose_device(arguments, job.strategy.topology.world_size))
     from syncline.samples import prepare_samples
 
     prepare_samples(arguments, job.config)
@@ -64,6 +64,16 @@ def _checked_job(arguments: TrainingArguments, *, warn: bool) -> Job:
         print(f"syncline: {note}", file=sys.stderr)
     check_model(job)
     return job
+
+
+def _warn_of_device(job: Job, kind: str) -> None:
+    """What only the machine can show to be of no use."""
+    if kind == "cpu" and job.strategy.offload_activations:
+        print(
+            "syncline: warning: offload_activations saves nothing here: training runs on the CPU, and activations are "
+            "in host memory already.",
+            file=sys.stderr,
+        )
 
 
 def _claim_folder(job: Job) -> None:
@@ -106,6 +116,8 @@ def _train_as_rank(environment: RankEnvironment, words: Sequence[str]) -> int:
     job = describe_job(arguments) if has_launcher() else _checked_job(arguments, warn=is_main)
     data = prepare_samples(arguments, job.config)
     kind = choose_device(arguments, environment.local_world_size)
+    if is_main and not has_launcher():
+        _warn_of_device(job, kind)
     device = join(environment, kind, arguments.distributed_timeout_seconds)
     if is_main and not has_launcher():
         _claim_folder(job)

@@ -28,6 +28,11 @@ class MicroBatch:
     """What `is_packed` says, where it was seen before the positions went to a device."""
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        mask = () if self.attention_mask is None else (self.attention_mask,)
+        return self.input_ids, self.labels, self.position_ids, *mask
+
+    @property
     def valid_tokens(self) -> int:
         """The number of labels that carry loss. Unless counted before, reads the labels: waits for their device."""
         if self.counted_tokens is not None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -42,6 +43,8 @@ def enable_recompute(model: PreTrainedModel, granularity: str = FULL, interval: 
     chosen = set(_layers(model, interval))
     for layer in _layers(model, 1):
         layer.gradient_checkpointing = layer in chosen
+        recomputed: Callable[..., Any] = layer._gradient_checkpointing_func  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = _given_by_position(recomputed)  # type: ignore[assignment]
 
 
 def _recompute_attention(model: PreTrainedModel, interval: int) -> None:
@@ -53,7 +56,8 @@ def _recompute_attention(model: PreTrainedModel, interval: int) -> None:
             "Write recompute_granularity: full",
         )
     for module in found:
-        module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        recomputed = _given_by_position(partial(checkpoint, use_reentrant=False))
+        module._gradient_checkpointing_func = recomputed  # type: ignore[assignment]
         module.forward = partial(_run_recomputed, module, module.forward)
 
 
@@ -61,7 +65,26 @@ def _run_recomputed(module: nn.Module, forward: Callable[..., Any], *inputs: Any
     if not module.training:
         return forward(*inputs, **keywords)
     recomputed: Callable[..., Any] = module._gradient_checkpointing_func  # type: ignore[assignment]
-    return recomputed(forward, *inputs, **keywords)
+    return recomputed(partial(forward, **keywords), *inputs)
+
+
+def _given_by_position(recomputed: Callable[..., Any]) -> Callable[..., Any]:
+    """`recomputed` calls a function with inputs, and will again. Here the keywords that a partial function brings, and
+    what is inside tuples and the like, become inputs too: of inputs tensors are saved as autograd saves tensors, and
+    can wait in host memory as these do.
+    """
+
+    def call(function: partial[Any], *inputs: Any, **options: Any) -> Any:
+        values, form = tree_flatten((inputs, function.keywords))
+        plain, first = function.func, function.args
+
+        def again(*values: Any) -> Any:
+            inputs, keywords = tree_unflatten(values, form)
+            return plain(*first, *inputs, **keywords)
+
+        return recomputed(again, *values, **options)
+
+    return call
 
 
 def _layers(model: nn.Module, interval: int) -> Iterator[GradientCheckpointingLayer]:

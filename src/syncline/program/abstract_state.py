@@ -96,6 +96,7 @@ class RankState:
     forwards: set[tuple[int, int]] = field(default_factory=set)
     backwards: set[tuple[int, int]] = field(default_factory=set)
     activations: set[tuple[int, int]] = field(default_factory=set)
+    offloaded: set[tuple[int, int]] = field(default_factory=set)
     gradients: dict[tuple[int, int], Fraction] = field(default_factory=dict)
     receiving: dict[tuple[int, str], list[PointToPoint]] = field(default_factory=dict)
     """By peer and direction the receives that have been started, and not waited for."""

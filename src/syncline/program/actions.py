@@ -9,7 +9,8 @@ buckets; so every member of a group issues the same sequence. Inside a computati
 - an allocation happens at the first gradient of its bucket;
 - a bucket's first reduction happens at its last gradient, and what moves gradients without an event of its own (waits,
   frees, further reductions) when the next event that stands behind it comes;
-- a `WaitGather` happens at the first use of its bucket, and the gathers and frees behind it follow at once.
+- a `WaitGather` happens at the first use of its bucket, and the gathers and frees behind it follow at once;
+- an `OffloadActivations` goes on from beginning to end.
 
 `group` names the ranks that take part (see `program.program.Program.members`): axes joined by `+` (`dp`), `world`, or
 `tied:0,3` for the stages 0 and 3 of the same pipeline.
@@ -133,6 +134,17 @@ USING_PARAMETERS = (Forward, Backward, BackwardInput)
 """The second half of a backward reads activations and gradients only."""
 ADDING_GRADIENTS = (Backward, BackwardWeight)
 """These add the gradients of their stage and micro-batch to the buckets."""
+
+
+@dataclass(frozen=True)
+class OffloadActivations(Action):
+    """What the forward of a micro-batch saves for its backward moves to host memory as it is saved, and comes back as
+    the backward needs it.
+    """
+
+    stage: int
+    micro_batch: int
+    during: Computation
 
 
 # ---- Point-to-point --------------------------------------------------------------------------------------------------

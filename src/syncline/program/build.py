@@ -16,6 +16,7 @@ from syncline.program.passes.free_in_comm import free_in_communication, reduce_i
 from syncline.program.passes.gather_overlap import gather_behind_forward
 from syncline.program.passes.loss_scaling import scale_losses_up
 from syncline.program.passes.normalization import micro_batch_mean, token_mean
+from syncline.program.passes.offload import offload_activations
 from syncline.program.passes.overlap import overlap_reductions
 from syncline.program.passes.receive_ahead import receive_ahead
 from syncline.program.passes.release import release_gradients
@@ -100,6 +101,7 @@ def passes(strategy: Strategy) -> list[Pass]:
         (strategy.overlap, overlap_reductions),
         (divides and strategy.overlap_gathers and not strategy.divides_parameters, gather_behind_forward),
         (strategy.divides_parameters, gather_around_use),
+        (strategy.offload_activations, offload_activations),
         (strategy.topology.pp > 1, mark_bubbles),
     ]
     return [chosen for applies, chosen in choices if applies]

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from syncline.placement import Placement
-from syncline.program.actions import ADDING_GRADIENTS, Action, Backward, BackwardWeight, Computation, Forward
+from syncline.program.actions import (
+    ADDING_GRADIENTS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
+    Forward,
+    OffloadActivations,
+)
 
 
 @dataclass(frozen=True)
@@ -83,12 +92,21 @@ def length(moments: Sequence[Sequence[Moment]]) -> float:
 
 def most_activations(order: Iterable[Action]) -> int:
     """The most micro-batches whose activations a rank holds at any moment, each at one of its stages: from a forward
-    to its backward, to the second half of it where there are two.
+    to its backward, to the second half of it where there are two; less the time in which they wait in host memory.
     """
     most = held = 0
+    away: set[tuple[int, int]] = set()
     for action in order:
-        held += isinstance(action, Forward) - isinstance(action, ADDING_GRADIENTS)
+        if isinstance(action, OffloadActivations):
+            held -= 1
+            away.add((action.stage, action.micro_batch))
+        elif isinstance(action, Forward):
+            held += 1
+        elif isinstance(action, (Backward, BackwardInput)) and (action.stage, action.micro_batch) in away:
+            held += 1
+            away.discard((action.stage, action.micro_batch))
         most = max(most, held)
+        held -= isinstance(action, ADDING_GRADIENTS)
     return most
 
 

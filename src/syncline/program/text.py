@@ -53,7 +53,7 @@ def line(action: Action, *, tells_stage: bool = False) -> str:
     if isinstance(action, OptimizerStep):
         return f"{name} {action.bucket}{_by(action.scale)}"
     if hasattr(action, "micro_batch"):
-        return f"{name} {action.micro_batch}{stage}"
+        return f"{name} {action.micro_batch}{stage}{inside}"
     if hasattr(action, "bucket"):
         part = " shard" if getattr(action, "part", Part.BUCKET) is Part.SHARD else ""
         return f"{name} {action.bucket}{part}{inside}"

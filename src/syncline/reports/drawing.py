@@ -24,6 +24,7 @@ from syncline.program.actions import (
     FreeGradients,
     FreeParameters,
     GatherParameters,
+    OffloadActivations,
     OptimizerStep,
     Part,
     PointToPoint,
@@ -48,7 +49,7 @@ KINDS: dict[str, tuple[type[Action], ...]] = {
     "bubble": (Bubble,),
     "reduction": (ReduceGradients, WaitReduce, ReduceReplicated, AccumulateShard),
     "gather": (GatherParameters, WaitGather, FreeParameters),
-    "memory": (AllocateGradients, FreeGradients, ZeroGradients),
+    "memory": (AllocateGradients, FreeGradients, ZeroGradients, OffloadActivations),
     "update": (ScaleGradients, ClipGradients, CheckFinite, OptimizerStep),
     "other": (Action,),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from syncline.program.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    OffloadActivations,
     PointToPoint,
     ReceiveActivation,
     ReceiveGradient,
@@ -31,6 +32,7 @@ from syncline.program.actions import (
 )
 from syncline.program.factors import Factor
 from syncline.runtime.gradients import Gradients
+from syncline.runtime.offload import Offload
 from syncline.runtime.parameters import Parameters
 from syncline.runtime.products import PutOff
 from syncline.runtime.transport import Transport
@@ -76,17 +78,24 @@ class Computations:
         stages: Mapping[int, Stage],
         parameters: Parameters,
         gradients: Gradients,
+        offload: Offload,
         value: Callable[[Factor, int], float],
+        perform: Callable[[Action], None],
         idle: Flow,
     ) -> None:
-        """`value` is what a factor amounts to for a micro-batch; `idle` stands where no program runs."""
+        """`value` is what a factor amounts to for a micro-batch; `perform` performs an action inside a computation, by
+        the handler that is here; `idle` stands where no program runs.
+        """
         self._stages = stages
         self._parameters = parameters
         self._gradients = gradients
+        self._offload = offload
         self._value = value
+        self._perform = perform
         self.flow = idle
         self.handlers: dict[type[Action], Callable[[Any], None]] = {
             Forward: self._forward,
+            OffloadActivations: lambda action: offload.settle(),
             ScaleLoss: self._scale_loss,
             Backward: self._backward,
             BackwardInput: self._backward_input,
@@ -115,8 +124,15 @@ class Computations:
         comes_back = torch.is_grad_enabled()
         # A backward will look for its input's gradient; without one to come nobody asks for the input again.
         received = flow.inputs.get(place) if comes_back else flow.inputs.pop(place, None)
-        with self._parameters.used_by(flow.inside.get(action, ())):
-            output = flow.compute(stage, flow.micro_batches[action.micro_batch], received)
+        inside = flow.inside.get(action, ())
+        offloads = [each for each in inside if isinstance(each, OffloadActivations)]
+        micro_batch = flow.micro_batches[action.micro_batch]
+        kept = [*micro_batch.tensors, *([] if received is None else [received])]
+        saving: AbstractContextManager[None] = self._offload.taking(kept) if offloads else nullcontext()
+        with self._parameters.used_by(inside), saving:
+            output = flow.compute(stage, micro_batch, received)
+        for each in offloads:
+            self._perform(each)
         if comes_back:
             flow.ways_back[place] = get_gradient_edge(output) if output.requires_grad else None
         if stage.is_last and output.dim() == 0:

@@ -36,6 +36,7 @@ from syncline.runtime.collectives import Collectives
 from syncline.runtime.computations import Computations, Compute, Flow
 from syncline.runtime.gradients import Gradients
 from syncline.runtime.loss_scale import LossScale
+from syncline.runtime.offload import Offload
 from syncline.runtime.optimizer import BucketOptimizer, UpdateRule
 from syncline.runtime.parameters import Parameters
 from syncline.runtime.products import accumulate_in_products
@@ -82,6 +83,8 @@ class StepResult:
     """What is still allocated after the step."""
     peak_gathered_bytes: int
     """Of parameters that are gathered and freed again."""
+    peak_offloaded_bytes: int
+    """Of activations that wait in host memory."""
     numbers: Readback
     """Loss and, with an update, gradient norm, on their way to the host."""
     clock: Clock
@@ -162,7 +165,11 @@ class Worker:
             self._perform,
         )
         idle = Flow((), Stage.__call__, transport, {})
-        self.computations = Computations(stages, self.parameters, self.gradients, self._value, idle)
+        kept = (tensor for stage in stages.values() for tensor in (*stage.parameters(), *stage.buffers()))
+        self.offload = Offload(device, kept)
+        self.computations = Computations(
+            stages, self.parameters, self.gradients, self.offload, self._value, self._perform, idle
+        )
         self.optimizers = {
             bucket.id: BucketOptimizer(
                 bucket, self.parameters.buckets[bucket.id].owned, rules, program.owned(rank, bucket.id)
@@ -207,6 +214,7 @@ class Worker:
         self._collectives.traffic.restart()
         self.gradients.memory.restart_peak()
         self.parameters.memory.restart_peak()
+        self.offload.memory.restart_peak()
         flow = Flow(micro_batches, Stage.__call__, self._transport, self._inside)
         actions = self.program.ranks[self.rank]
         self._timer = ActionTimer(actions, self._device, self._timer) if self._timers else None
@@ -267,6 +275,7 @@ class Worker:
                     self._perform(action)
                 after(action)
             flow.transport.end_step()
+            self.offload.settle(everything=True)
         clock.enter(None)
         assert state.loss is not None
         scalars = [state.loss] if state.gradient_norm is None else [state.loss, state.gradient_norm]
@@ -280,6 +289,7 @@ class Worker:
             peak_gradient_bytes=self.gradients.memory.peak,
             held_gradient_bytes=self.gradients.memory.held,
             peak_gathered_bytes=self.parameters.memory.peak,
+            peak_offloaded_bytes=self.offload.memory.peak,
             numbers=Readback(*scalars),
             clock=clock,
             checks_overflow=state.overflow is not None,

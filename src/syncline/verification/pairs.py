@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "pipeline_schedule_mode": ("FThenB", "VPP", "ZBH1", "ZBV", "DualPipeV", "Bounded", "BoundedV", "best"),
     "pipeline_activation_limit": (2,),
     "virtual_pp_degree": (2,),
+    "offload_activations": (True, False),
     "hybrid_parallel_topo_order": ("sharding_first",),
 }
 """Those values of each key that are looked at."""

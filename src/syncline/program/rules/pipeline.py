@@ -13,6 +13,7 @@ from syncline.program.actions import (
     BackwardWeight,
     Bubble,
     Forward,
+    OffloadActivations,
     PointToPoint,
     ReceiveActivation,
     ReceiveGradient,
@@ -43,6 +44,7 @@ class PipelineRules:
             Forward: self._forward,
             ScaleLoss: self._scale_loss,
             Bubble: lambda rank, action: None,
+            OffloadActivations: self._offload,
             Backward: self._backward,
             BackwardInput: self._backward,
             BackwardWeight: self._backward_weight,
@@ -77,6 +79,15 @@ class PipelineRules:
             raise Violation(3, rank.number, action, "its activation has not been received")
         self._parameters.use(rank, action)
         rank.forwards.add(key)
+
+    def _offload(self, rank: RankState, action: Action) -> None:
+        assert isinstance(action, OffloadActivations)
+        key = (action.stage, action.micro_batch)
+        if action.during != Forward(*key):
+            raise Violation(3, rank.number, action, "what it moves is not saved where it stands")
+        if key in rank.offloaded:
+            raise Violation(3, rank.number, action, "the same activations are moved twice")
+        rank.offloaded.add(key)
 
     def _scale_loss(self, rank: RankState, action: Action) -> None:
         assert isinstance(action, ScaleLoss)
