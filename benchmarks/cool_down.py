@@ -24,7 +24,7 @@ import torch.distributed as dist
 from link import LinkUnavailable, open_link
 from ranks import ask_ranks_across, is_rank, serve_rank
 from reporting import describe_machine, milliseconds, option_parser, table, write_section
-from sleeping import micro_batches, sleeping_program, start_sleeping_worker
+from sleeping import Sleeper, micro_batches, sleeping_program, start_sleeping_workers
 from syncline.program.actions import ADDING_GRADIENTS, COMPUTATIONS, Action
 from syncline.program.costs import simulated
 from syncline.program.program import Program
@@ -115,10 +115,8 @@ def work(request: Mapping[str, Any], rank: int) -> list[dict[str, list[float]]]:
     """Of every step of every form, in turns: its seconds, and those that come behind the last computation of all ranks,
     whose clocks are one.
     """
-    workers = [
-        start_sleeping_worker(form.program(), rank, COMPUTATION / form.stages, LAYERS // form.stages, ELEMENTS)
-        for form in FORMS
-    ]
+    sleepers = [Sleeper(form.program(), COMPUTATION / form.stages, LAYERS // form.stages, ELEMENTS) for form in FORMS]
+    workers = start_sleeping_workers(sleepers, rank)
     batch = micro_batches(MICRO_BATCHES)
     order = random.Random(0)
     found: list[dict[str, list[float]]] = [{"step": [], "exposed": []} for _ in FORMS]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ranks import ask_ranks, is_rank, serve_rank
 from reporting import Spread, describe_machine, milliseconds, option_parser, pair_ratios, table, write_section
-from sleeping import micro_batches, sleeping_program, start_sleeping_worker
+from sleeping import Sleeper, micro_batches, sleeping_program, start_sleeping_workers
 from syncline.program.costs import simulated_time
 from syncline.program.program import Program
 from syncline.strategy import Strategy
@@ -42,16 +42,21 @@ class Form:
 
     schedule: str
     stages: int = 1
+    limit: float | None = None
+    """Of how many micro-batches a rank may hold the activations, where the schedule asks."""
 
     @property
     def title(self) -> str:
-        return self.schedule if self.stages == 1 else f"{self.schedule}, {self.stages} stages a rank"
+        stages = "" if self.stages == 1 else f", {self.stages} stages a rank"
+        limit = "" if self.limit is None else f", {self.limit:g} micro-batches held"
+        return self.schedule + stages + limit
 
     def program(self) -> Program:
         strategy = Strategy(
             topology=Topology(pp=POSITIONS),
             schedule=self.schedule,
             virtual_stages=self.stages,
+            activation_limit=self.limit,
             micro_batches=MICRO_BATCHES,
         )
         return sleeping_program(strategy)
@@ -70,13 +75,15 @@ FORMS = (
     Form("ZBH1", 2),
     Form("ZBV", 2),
     Form("DualPipeV", 2),
+    Form("Bounded", limit=2),
+    Form("BoundedV", 2, limit=2),
 )
 REFERENCE = FORMS[0]
 
 
 def work(request: Mapping[str, Any], rank: int) -> list[list[float]]:
     """The seconds of every step of every form, in turns, each on the slowest rank."""
-    workers = [start_sleeping_worker(form.program(), rank, COMPUTATION / form.stages) for form in FORMS]
+    workers = start_sleeping_workers([Sleeper(form.program(), COMPUTATION / form.stages) for form in FORMS], rank)
     batch = micro_batches(MICRO_BATCHES)
     order = random.Random(0)
     seconds: list[list[float]] = [[] for _ in FORMS]
@@ -99,6 +106,7 @@ def rows(seconds: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
         {
             "schedule": form.schedule,
             "virtual_stages": form.stages,
+            "activation_limit": form.limit,
             "predicted_seconds": form.predicted(),
             "step_seconds": median(each),
             "predicted_ratio": form.predicted() / REFERENCE.predicted(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,21 +45,41 @@ def sleeping_program(strategy: Strategy, layers: int = 1, elements: int = 1) -> 
     return program
 
 
-def start_sleeping_worker(program: Program, rank: int, seconds: float, layers: int = 1, elements: int = 1) -> Worker:
-    """A rank of `sleeping_program`; a forward through one stage takes so many seconds, and so does each half of a
-    backward. All ranks call it together.
+@dataclass(frozen=True)
+class Sleeper:
+    """A `sleeping_program`, and how long its computations take."""
+
+    program: Program
+    seconds: float
+    """Of a forward through one stage, and of each half of a backward."""
+    layers: int = 1
+    elements: int = 1
+
+
+def start_sleeping_workers(sleepers: Sequence[Sleeper], rank: int) -> list[Worker]:
+    """This rank of each of the programs; all ranks call it together.
+
+    They take turns on the same process groups: every group has threads of its own that look for messages now and then,
+    and those of many idle ones would take turns with the one that is at work.
     """
+    programs = [sleeper.program for sleeper in sleepers]
+    collectives = Collectives(programs, rank, torch.float32, TIMEOUT)
+    transport = Transport(programs, ShapeExchange.ONCE, CPU, collectives.traffic, TIMEOUT)
+    return [_start(sleeper, rank, collectives, transport) for sleeper in sleepers]
+
+
+def _start(sleeper: Sleeper, rank: int, collectives: Collectives, transport: Transport) -> Worker:
+    program = sleeper.program
     stages = {
-        index: SleepingStage(index, program.placement.stages, seconds, layers, elements)
+        index: SleepingStage(index, program.placement.stages, sleeper.seconds, sleeper.layers, sleeper.elements)
         for index in program.stages(rank)
     }
-    collectives = Collectives([program], rank, torch.float32, TIMEOUT)
     worker = Worker(
         rank,
         stages,
         program,
         collectives,
-        Transport([program], ShapeExchange.ONCE, CPU, collectives.traffic, TIMEOUT),
+        transport,
         gradient_dtype=torch.float32,
         rules=[UpdateRule("sgd")],
         max_gradient_norm=0.0,

@@ -68,7 +68,7 @@ class Transport:
         traffic: Traffic,
         timeout: timedelta,
     ) -> None:
-        """`programs` are all that will run; the ranks of the world come here together."""
+        """`programs` are all that will run, with one topology; the ranks of the world come here together."""
         self._in_flight = max(program.messages_in_flight for program in programs)
         self._exchange = exchange
         self._device = device
@@ -78,7 +78,7 @@ class Transport:
         self._leaving: defaultdict[tuple[int, str], deque[_UnderWay]] = defaultdict(deque)
         self._coming: defaultdict[tuple[int, str], deque[_UnderWay | None]] = defaultdict(deque)
         """Messages that have been asked for ahead; None for one that could not be."""
-        self._groups = _groups(programs[0], timeout)
+        self._groups = _groups(programs, timeout)
 
     def send(self, action: PointToPoint, tensor: Tensor, micro_batch_shape: tuple[int, ...]) -> None:
         """Start sending `tensor` to the action's peer."""
@@ -156,16 +156,17 @@ def _describe(action: PointToPoint) -> str:
     return f"the {action.direction} of micro-batch {action.micro_batch} at stage {action.stage}"
 
 
-def _groups(program: Program, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+def _groups(programs: Sequence[Program], timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
     """The communicators of the own pipeline; groups are created by all ranks of the world together."""
     groups: dict[Lane, dist.ProcessGroup] = {}
     lanes: list[Lane] = [("activation", TO_HIGHER), ("gradient", TO_LOWER)]
-    if program.placement.per_position > 1:  # Messages go back as well, to the next stage.
+    if any(program.placement.per_position > 1 for program in programs):  # Messages go back as well, to the next stage.
         lanes += [("activation", TO_LOWER), ("gradient", TO_HIGHER)]
-    if program.topology.pp == 1:
+    topology = programs[0].topology
+    if topology.pp == 1:
         return groups
     for lane in lanes:
-        for members in program.topology.groups(("pp",)):
+        for members in topology.groups(("pp",)):
             group = dist.new_group(list(members), timeout=timeout)
             if dist.get_rank() in members:
                 groups[lane] = group
