@@ -160,6 +160,22 @@ def test_messages_may_be_asked_for_ahead_before_their_shape_is_known(pool):
     pool.run(2, ask_ahead)
 
 
+def send_back(rank: int, world_size: int) -> None:
+    """An activation from the last rank to the first, as only the second of two programs does it."""
+    interleaved = small_program(Strategy(topology=Topology(pp=2), schedule="VPP", virtual_stages=2))
+    transport = Transport([TWO_STAGES, interleaved], ShapeExchange.ONCE, CPU, Traffic(), TIMEOUT)
+    expected = hidden_states((2, 5), 0, 0, torch.float32)
+    if rank == 1:
+        transport.send(SendActivation(1, 0, 0), expected, (2, 5))
+    else:
+        assert torch.equal(transport.receive(ReceiveActivation(2, 0, 1), (2, 5)), expected)
+    transport.end_step()
+
+
+def test_a_transport_has_the_ways_of_all_its_programs(pool):
+    pool.run(2, send_back)
+
+
 def wait_in_vain(rank: int, world_size: int) -> str:
     """Rank 1 waits for what rank 0 never sends, although rank 0 is alive."""
     transport = Transport([TWO_STAGES], ShapeExchange.ONCE, CPU, Traffic(), timedelta(seconds=1))

@@ -2,12 +2,14 @@
 
 Autograd hands over every tensor that it saves, and asks for it when a backward needs it. What moves is the storage
 behind it, once, however many tensors share it. It stays on the device where something else keeps it there anyway:
-parameters, buffers, what a stage has received.
+parameters, buffers, tokens, what a stage has received.
 
 On CUDA copies run on two streams of their own, one for each direction. A forward goes on while its storages leave, and
 frees each one behind its copy; a backward asks for storages in about the reverse of the order in which they left, so
 the ones before are on their way back while it computes. Either way no more than `UNDER_WAY_BYTES` are on the way, or
 one storage. A backward that comes before a copy has ended uses what is still on the device.
+
+Torch checks the versions of saved tensors only where no hook takes them, so that is done here as well.
 
 Sources: of the technique, Rhu et al., "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
 Network Design" (2016); the hooks are PyTorch's `saved_tensors_hooks`.
@@ -153,10 +155,10 @@ class Offload:
         if isinstance(saved, _Stayed):
             _check_unchanged(saved.tensor, saved.version)
             return saved.tensor
-        self.settle()
         moved = saved.moved
         here = self._brought_here(moved)
         self._fetch_ahead(moved)
+        self.settle()  # What will be needed soon has been taken hold of before.
         if moved.arrival is not None:
             moved.arrival.copy.wait()
             while self._coming and self._coming[0].number <= moved.arrival.number:
@@ -168,7 +170,7 @@ class Offload:
         return elements.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought_here(self, moved: _Moved) -> Tensor:
-        """Its bytes on the device: where they still are, or on their way back."""
+        """Its bytes on the device, on their way back if they have left it."""
         if moved.here is None and moved.original is not None:
             _check_unchanged(moved.original, moved.version)
             moved.here = _bytes(moved.original.untyped_storage())
