@@ -6,43 +6,19 @@ import pytest
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncline.arguments import arguments_from_mapping
-from syncline.engine import start_engine
-from syncline.job import describe_job
 from syncline.program.actions import COMPUTATIONS, Action
-from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
-from tests.stand_ins import CPU
+from tests.runtime.pipelines import start_forwards_first, step
 
 pytestmark = pytest.mark.ranks
 
 K = 6
-VOCABULARY = 64
 
 
 def outputs_alive_on_rank(rank: int, world_size: int) -> list[int]:
     """After each computation of how many forwards the output is still in memory: on the first stage the hidden states,
     on the last one the logits.
     """
-    job = describe_job(
-        arguments_from_mapping(
-            {
-                "model_config": {
-                    "model_type": "llama",
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "hidden_size": 16,
-                    "vocab_size": VOCABULARY,
-                },
-                "nproc_per_node": 2,
-                "pipeline_parallel_degree": 2,
-                "pipeline_schedule_mode": "FThenB",
-                "gradient_accumulation_steps": K,
-                "per_device_train_batch_size": ROWS,
-                "max_seq_length": SEQUENCE,
-            }
-        )
-    )
-    engine = start_engine(job, rank, CPU)
+    engine = start_forwards_first(rank, K)
     outputs: list[StorageWeakRef] = []
     alive: list[int] = []
     (stage,) = engine.stages
@@ -56,8 +32,7 @@ def outputs_alive_on_rank(rank: int, world_size: int) -> list[int]:
 
     watched = stage.model.get_output_embeddings() if stage.is_last else stage
     watched.register_forward_hook(keep_watch)
-    batch = hard_global_batch(5, 0, 1, K, VOCABULARY)
-    engine.worker.step([batch[0, index] for index in range(K)], 1e-2, after)
+    step(engine, after)
     assert len(outputs) == K
     return alive
 

@@ -10,22 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncline.arguments import arguments_from_mapping
-from syncline.engine import start_engine
-from syncline.job import describe_job
 from syncline.modeling.check import run_chained
 from syncline.modeling.loss import token_loss_sum
 from syncline.modeling.recompute import enable_recompute
 from syncline.program.actions import Action, Forward
 from syncline.runtime import offload
 from syncline.runtime.offload import Copy, Offload
-from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
 from tests.modeling.families import assert_same, random_micro_batch, tiny_config, tiny_stages
+from tests.runtime.pipelines import start_forwards_first, step
 from tests.stand_ins import CPU
 
 WIDTH = 8
 ROW_BYTES = 4 * WIDTH
-VOCABULARY = 64
 
 
 class SlowCopy:
@@ -287,27 +283,7 @@ def activations_alive_on_rank(rank: int, world_size: int, offloads: bool) -> tup
     """After each forward of how many micro-batches an activation is still on the device; and what has waited in host
     memory at most, and what is left there.
     """
-    job = describe_job(
-        arguments_from_mapping(
-            {
-                "model_config": {
-                    "model_type": "llama",
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "hidden_size": 16,
-                    "vocab_size": VOCABULARY,
-                },
-                "nproc_per_node": 2,
-                "pipeline_parallel_degree": 2,
-                "pipeline_schedule_mode": "FThenB",
-                "gradient_accumulation_steps": 4,
-                "per_device_train_batch_size": ROWS,
-                "max_seq_length": SEQUENCE,
-                "offload_activations": offloads,
-            }
-        )
-    )
-    engine = start_engine(job, rank, CPU)
+    engine = start_forwards_first(rank, 4, offload_activations=offloads)
     saved: list[StorageWeakRef] = []
     alive: list[int] = []
     (stage,) = engine.stages
@@ -322,8 +298,7 @@ def activations_alive_on_rank(rank: int, world_size: int, offloads: bool) -> tup
     for name, module in stage.model.named_modules():
         if name.endswith("down_proj"):
             module.register_forward_pre_hook(keep_watch)
-    batch = hard_global_batch(5, 0, 1, 4, VOCABULARY)
-    result = engine.worker.step([batch[0, index] for index in range(4)], 1e-2, after)
+    result = step(engine, after)
     return alive, result.peak_offloaded_bytes, engine.worker.offload.memory.held
 
 
