@@ -317,7 +317,7 @@ def test_between_forward_and_backward_nothing_of_a_micro_batch_is_on_the_device(
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_on_a_gpu_less_is_held_and_no_bit_changes(recompute):
     device = torch.device("cuda")
-    config = tiny_config("llama", layers=8, hidden_size=256, intermediate_size=512)
+    config = tiny_config("llama", layers=8)
     config._attn_implementation = "eager"  # Others add in no fixed order.
     found, held, peaks = [], [], []
     for offloads in (False, True):
@@ -327,7 +327,7 @@ def test_on_a_gpu_less_is_held_and_no_bit_changes(recompute):
         stage.to(device)
         moving = Offload(device, [*stage.parameters(), *stage.buffers()])
         torch.manual_seed(0)
-        hidden = torch.randn(8, 512, 256, device=device, requires_grad=True)
+        hidden = torch.randn(8, 512, config.hidden_size, device=device, requires_grad=True)
         before = torch.cuda.memory_allocated(device)
         layers, losses = stage.model.model.layers, []
         positions = stage.model.model.rotary_emb(hidden, torch.arange(512, device=device)[None])
