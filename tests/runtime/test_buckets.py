@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from syncline.program.actions import Part
 from syncline.program.layout import ALIGNMENT, Bucket, ParameterSpec, lay_out
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Presence, Storage
+from syncline.runtime.buckets import GradientBucket, ParameterBucket, Presence, Storage, StorageCount
 from syncline.strategy import Ownership, Strategy
 from tests.stand_ins import Weights, exact, micro_batch_of, start_worker, tokens
 
@@ -33,7 +33,7 @@ def bucket_of(shards: int = 1) -> Bucket:
 def gradients_of(dtype: torch.dtype, gradient_dtype: torch.dtype) -> tuple[GradientBucket, dict[str, nn.Parameter]]:
     parameters, bucket = parameters_of(dtype), bucket_of()
     flat = ParameterBucket(bucket, parameters)
-    return GradientBucket(bucket, flat.parameters, gradient_dtype, GradientMemory()), parameters
+    return GradientBucket(bucket, flat.parameters, gradient_dtype, StorageCount()), parameters
 
 
 def lies_in(view: Tensor, flat: Tensor) -> bool:
@@ -128,7 +128,7 @@ def test_free_gives_the_storage_back():
 
 
 def test_memory_counts_what_is_held_and_its_peak():
-    memory = GradientMemory()
+    memory = StorageCount()
     buckets = []
     for _ in range(2):
         flat = ParameterBucket(bucket_of(), parameters_of(torch.bfloat16))
@@ -160,8 +160,8 @@ SLICE = (ALIGNMENT, 3 * ALIGNMENT)
 """A part of the bucket that begins and ends inside of parameters."""
 
 
-def sharded(*, keeps_shard: bool) -> tuple[GradientBucket, GradientMemory]:
-    bucket, memory = bucket_of(), GradientMemory()
+def sharded(*, keeps_shard: bool) -> tuple[GradientBucket, StorageCount]:
+    bucket, memory = bucket_of(), StorageCount()
     flat = ParameterBucket(bucket, parameters_of(torch.float32), SLICE)
     return GradientBucket(bucket, flat.parameters, torch.float32, memory, SLICE, keeps_shard=keeps_shard), memory
 
@@ -225,8 +225,8 @@ def test_memory_counts_shards_by_their_own_size():
 # ---- Divided parameters ----------------------------------------------------------------------------------------------
 
 
-def divided() -> tuple[ParameterBucket, dict[str, nn.Parameter], GradientMemory]:
-    parameters, memory = parameters_of(torch.float32), GradientMemory()
+def divided() -> tuple[ParameterBucket, dict[str, nn.Parameter], StorageCount]:
+    parameters, memory = parameters_of(torch.float32), StorageCount()
     return ParameterBucket(bucket_of(), parameters, SLICE, memory, divided=True), parameters, memory
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.program.layout import ALIGNMENT, Bucket, ParameterSpec, lay_out
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket
+from syncline.runtime.buckets import GradientBucket, ParameterBucket, StorageCount
 from syncline.runtime.optimizer import BucketOptimizer, Piece, UpdateRule, pieces
 from syncline.strategy import Ownership
 
@@ -41,7 +41,7 @@ class Flat:
         initial = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
         self.parameters = {name: nn.Parameter(value.to(dtype)) for name, value in initial.items()}
         self.flat = ParameterBucket(self.bucket, self.parameters, owned)
-        self.gradients = GradientBucket(self.bucket, self.flat.parameters, gradient_dtype, GradientMemory(), owned)
+        self.gradients = GradientBucket(self.bucket, self.flat.parameters, gradient_dtype, StorageCount(), owned)
         self.gradients.allocate()
         self.optimizer = BucketOptimizer(self.bucket, self.flat.owned, rules, owned)
 

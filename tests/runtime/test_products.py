@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.program.actions import AllocateGradients, Backward
 from syncline.program.layout import ALIGNMENT, Bucket, Slot
-from syncline.runtime.buckets import GradientBucket, GradientMemory
+from syncline.runtime.buckets import GradientBucket, StorageCount
 from syncline.runtime.products import WeightGradients, accumulate_in_products
 from syncline.runtime.triggers import GradientQueue
 
@@ -283,7 +283,7 @@ def test_the_first_product_allocates_released_storage_and_hooks_fire_after_the_l
         Bucket(0, 0, slots, ALIGNMENT * len(slots)),
         list(model.parameters()),
         torch.float64,
-        GradientMemory(),
+        StorageCount(),
     )
     queue = GradientQueue(lambda action: bucket.allocate())
     queue.watch(bucket)

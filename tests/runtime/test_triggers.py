@@ -27,7 +27,7 @@ from syncline.program.actions import (
     bucket_of,
 )
 from syncline.program.layout import Bucket, Slot
-from syncline.runtime.buckets import GradientBucket, GradientMemory
+from syncline.runtime.buckets import GradientBucket, StorageCount
 from syncline.runtime.triggers import GradientQueue, ParameterQueue
 
 BACKWARD = Backward(0, 0)
@@ -47,7 +47,7 @@ class Watched:
             own = [self.parameters.setdefault(name, nn.Parameter(torch.ones(4))) for name in names]
             slots = tuple(Slot(name, (4,), 64 * index) for index, name in enumerate(names))
             bucket = GradientBucket(
-                Bucket(id, 0, slots, 128), own, torch.float32, GradientMemory(), (0, 64), keeps_shard=True
+                Bucket(id, 0, slots, 128), own, torch.float32, StorageCount(), (0, 64), keeps_shard=True
             )
             bucket.allocate(Part.SHARD)
             if persistent:

@@ -38,8 +38,8 @@ class Presence(Enum):
     """Only the part that it owns."""
 
 
-class GradientMemory:
-    """Counts the bytes of gradient storage that are alive, and their peak since the last reset."""
+class StorageCount:
+    """Counts the bytes of one kind of storage that are alive, and their peak since the last restart."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -68,7 +68,7 @@ class ParameterBucket:
         bucket: Bucket,
         parameters: Mapping[str, nn.Parameter],
         owned: Owned | None = None,
-        memory: GradientMemory | None = None,
+        memory: StorageCount | None = None,
         *,
         divided: bool = False,
     ) -> None:
@@ -79,7 +79,7 @@ class ParameterBucket:
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         """Shape (numel,)."""
         self.presence = Presence.WHOLE
-        self._memory = memory or GradientMemory()
+        self._memory = memory or StorageCount()
         with torch.no_grad():
             for slot, parameter in zip(bucket.slots, self.parameters, strict=True):
                 view = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -132,7 +132,7 @@ class GradientBucket:
         bucket: Bucket,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        memory: GradientMemory,
+        memory: StorageCount,
         owned: Owned | None = None,
         *,
         keeps_shard: bool = False,

@@ -127,8 +127,9 @@ class Computations:
         inside = flow.inside.get(action, ())
         offloads = [each for each in inside if isinstance(each, OffloadActivations)]
         micro_batch = flow.micro_batches[action.micro_batch]
-        kept = [*micro_batch.tensors, *([] if received is None else [received])]
-        saving: AbstractContextManager[None] = self._offload.taking(kept) if offloads else nullcontext()
+        saving: AbstractContextManager[None] = nullcontext()
+        if offloads:
+            saving = self._offload.taking([*micro_batch.tensors, *([] if received is None else [received])])
         with self._parameters.used_by(inside), saving:
             output = flow.compute(stage, micro_batch, received)
         for each in offloads:

@@ -24,7 +24,7 @@ from syncline.program.actions import (
 from syncline.program.factors import Factor
 from syncline.program.layout import Bucket
 from syncline.program.program import Program
-from syncline.runtime.buckets import GradientBucket, GradientMemory, ParameterBucket, Storage
+from syncline.runtime.buckets import GradientBucket, ParameterBucket, Storage, StorageCount
 from syncline.runtime.collectives import Collectives
 from syncline.runtime.exchange import Pending
 from syncline.runtime.products import PutOff, WeightGradients
@@ -50,7 +50,7 @@ class Gradients:
         """`value` is what a factor amounts to in the running step; waits happen within a `waiting` of their own;
         `perform` performs an action inside a computation, by the handler that is here.
         """
-        self.memory = GradientMemory()
+        self.memory = StorageCount()
         self._collectives = collectives
         self._value = value
         self._waiting = waiting

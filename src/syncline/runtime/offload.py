@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncline.modeling.use import storage_of
-from syncline.runtime.buckets import GradientMemory
+from syncline.runtime.buckets import StorageCount
 
 UNDER_WAY_BYTES = 256 * 2**20
 """What copies in one direction may hold on the device. More than a bus moves in the time of one kernel, and little
@@ -83,7 +83,7 @@ class Offload:
         self._leaving_bytes = 0
         self._coming: deque[_Coming] = deque()
         self._fetched = 0
-        self.memory = GradientMemory()
+        self.memory = StorageCount()
         """The bytes that wait in host memory."""
 
     @contextmanager
@@ -165,7 +165,7 @@ class Offload:
                 self._coming.popleft()  # What set off before it has arrived as well.
             moved.arrival = None
         # A view, so that a change in place of what is handed out here shows when it is asked for again.
-        _check_unchanged(here, moved.version)
+        _check_unchanged(here, moved.version, saved.size)
         elements = here[: here.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return elements.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -329,11 +329,11 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _check_unchanged(tensor: Tensor, version: int) -> None:
-    """What autograd itself checks of tensors that no hook takes."""
+def _check_unchanged(tensor: Tensor, version: int, size: torch.Size | None = None) -> None:
+    """What autograd itself checks of tensors that no hook takes; `size` is that of the one whose bytes `tensor` has."""
     if tensor._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} was changed in place behind the operation that saved it for its "
-            "backward, so this model's gradients would be wrong. Without offload_activations autograd says which "
+            f"a tensor of shape {tuple(size or tensor.shape)} was changed in place behind the operation that saved it for "
+            "its backward, so this model's gradients would be wrong. Without offload_activations autograd says which "
             "operation it was."
         )

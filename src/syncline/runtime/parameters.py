@@ -10,7 +10,7 @@ from syncline.modeling.stage import Stage
 from syncline.modeling.use import ParameterUse, storage_of
 from syncline.program.actions import Action, Backward, BackwardInput, FreeParameters, GatherParameters, WaitGather
 from syncline.program.program import Program
-from syncline.runtime.buckets import GradientMemory, ParameterBucket, Presence
+from syncline.runtime.buckets import ParameterBucket, Presence, StorageCount
 from syncline.runtime.collectives import Collectives
 from syncline.runtime.exchange import Pending
 from syncline.runtime.triggers import ParameterQueue
@@ -36,7 +36,7 @@ class Parameters:
         self._collectives = collectives
         self._waiting = waiting
         self._gathers: dict[int, Pending] = {}
-        self.memory = GradientMemory()
+        self.memory = StorageCount()
         """Gathered parameters that can be freed again."""
         actions = [action for action in program.ranks[rank] if isinstance(action, ACTIONS)]
         self._regather = {action.bucket: action for action in actions if isinstance(action, GatherParameters)}
