@@ -332,8 +332,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _check_unchanged(tensor: Tensor, version: int, size: torch.Size | None = None) -> None:
     """What autograd itself checks of tensors that no hook takes; `size` is that of the one whose bytes `tensor` has."""
     if tensor._version != version:
+        shape = tuple(tensor.shape if size is None else size)
         raise RuntimeError(
-            f"a tensor of shape {tuple(size or tensor.shape)} was changed in place behind the operation that saved it for "
-            "its backward, so this model's gradients would be wrong. Without offload_activations autograd says which "
+            f"a tensor of shape {shape} was changed in place behind the operation that saved it for its backward, so "
+            "this model's gradients would be wrong. Without offload_activations autograd says which "
             "operation it was."
         )
