@@ -25,10 +25,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m syncline.documentation --check
+	$(BIN)/python -m tools.documentation --check
 
 docs: $(INSTALLED)
-	$(BIN)/python -m syncline.documentation
+	$(BIN)/python -m tools.documentation
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -26,11 +26,11 @@ from ranks import ask_ranks_across, is_rank, serve_rank
 from reporting import describe_machine, milliseconds, option_parser, table, write_section
 from sleeping import Sleeper, micro_batches, sleeping_program, start_sleeping_workers
 from syncline.program.actions import ADDING_GRADIENTS, COMPUTATIONS, Action
-from syncline.program.costs import simulated
+from syncline.program.analysis.costs import simulated
+from syncline.program.analysis.simulation import length
 from syncline.program.program import Program
-from syncline.program.simulation import length
 from syncline.strategy import Strategy, SyncMoment
-from syncline.topology import Topology
+from syncline.strategy.topology import Topology
 
 SECTION = "cool_down"
 POSITIONS, REPLICAS = 2, 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kernel import peak_resident_bytes, restart_peak_resident_bytes, sent_bytes
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from trainers import WatchedTrainer
 
 LOOPBACK = "lo"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from link import Link
-from syncline.launch import launch
-from syncline.rank import join, leave, rank_environment, run_rank
+from syncline.distributed.launch import launch
+from syncline.distributed.rank import join, leave, rank_environment, run_rank
 
 RANKS = 2
 THREADS_PER_RANK = 1

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from ranks import ask_ranks, is_rank, serve_rank
 from reporting import Spread, describe_machine, milliseconds, option_parser, pair_ratios, table, write_section
 from sleeping import Sleeper, micro_batches, sleeping_program, start_sleeping_workers
-from syncline.program.costs import simulated_time
+from syncline.program.analysis.costs import simulated_time
 from syncline.program.program import Program
 from syncline.strategy import Strategy
-from syncline.topology import Topology
+from syncline.strategy.topology import Topology
 
 POSITIONS = 4
 MICRO_BATCHES = 8

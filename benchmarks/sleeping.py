@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.modeling.batch import MicroBatch
-from syncline.modeling.stage import Stage
+from syncline.data.batch import MicroBatch
+from syncline.modeling.kernels.linear import Take
+from syncline.modeling.pipeline.stage import Stage
 from syncline.program.build import build_program
 from syncline.program.layout import ParameterSpec, lay_out
 from syncline.program.program import Program
-from syncline.program.verify import verify
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import UpdateRule
-from syncline.runtime.products import Take
-from syncline.runtime.transport import Transport
+from syncline.program.verification.verify import verify
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.point_to_point import Transport
+from syncline.runtime.optimization.optimizer import OptimizerSettings
 from syncline.runtime.worker import Worker
 from syncline.strategy import ShapeExchange, Strategy
 
@@ -81,7 +81,7 @@ def _start(sleeper: Sleeper, rank: int, collectives: Collectives, transport: Tra
         collectives,
         transport,
         gradient_dtype=torch.float32,
-        rules=[UpdateRule("sgd")],
+        all_settings=[OptimizerSettings("sgd")],
         max_gradient_norm=0.0,
         device=CPU,
     )

@@ -17,7 +17,7 @@ from gradient_life import WORKLOAD
 from measuring import time_in_turns
 from ranks import RANKS, THREADS_PER_RANK, ask_ranks, is_rank, serve_rank
 from reporting import Spread, describe_machine, milliseconds, option_parser, pair_ratios, table, verdict, write_section
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from syncline.reports.timeline import TimelineFile
 from trainers import SynclineMode, SynclineTrainer, describe
 

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import start_engine
-from syncline.job import describe_job
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from syncline.modeling.load import build_meta_model, resolve_config
 from syncline.modeling.materialise import materialise
-from syncline.program.costs import wire_bytes
+from syncline.program.analysis.costs import wire_bytes
+from syncline.training.engine import start_engine
+from syncline.training.job import describe_job
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-4

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from syncline.arguments import load_arguments
-from syncline.samples import prepare_samples
+from syncline.training.samples import prepare_samples
 
 TOLERANCE = 1e-4
 BATCH = 16

@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from syncline.failure import Failure, FailureKind, cause, failure_of
-from syncline.rank import die_with_parent
+from syncline.distributed.failures import Failure, FailureKind, cause, failure_of
+from syncline.distributed.rank import die_with_parent
 
 MOST_RANKS = 8
 GRACE_SECONDS = 5.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.callbacks import StepMetrics
+from syncline.reports.metrics import StepMetrics
 
 RECORD = StepMetrics(
     step=1,

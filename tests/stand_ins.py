@@ -13,15 +13,15 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
-from syncline.modeling.stage import Stage
+from syncline.data.batch import IGNORED_LABEL, MicroBatch
+from syncline.modeling.pipeline.stage import Stage
 from syncline.program.build import ITEMSIZE, build_program
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
 from syncline.program.program import Program
-from syncline.program.verify import verify
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import UpdateRule
-from syncline.runtime.transport import Transport
+from syncline.program.verification.verify import verify
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.point_to_point import Transport
+from syncline.runtime.optimization.optimizer import OptimizerSettings
 from syncline.runtime.worker import Worker
 from syncline.strategy import Sharding, Strategy, SyncMoment
 from tests.groups import reused_groups
@@ -30,7 +30,7 @@ UNIT = 1 / 16
 """Given gradients are multiples of it."""
 
 CPU = torch.device("cpu")
-SGD = UpdateRule("sgd")
+SGD = OptimizerSettings("sgd")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Run:
     """[step][replica][micro-batch]"""
     strategy: Strategy
     model: Weights = field(default_factory=Weights)
-    optimizer: UpdateRule = SGD
+    optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.5
     max_gradient_norm: float = 0.0
     loss_scale: float = 1.0
@@ -206,19 +206,21 @@ def start_worker(
     strategy: Strategy,
     model: Weights,
     *,
-    optimizer: UpdateRule = SGD,
+    optimizer: OptimizerSettings = SGD,
     max_gradient_norm: float = 0.0,
     loss_scale: float = 1.0,
     timeout: timedelta = timedelta(seconds=30),
     evaluation: Program | None = None,
 ) -> Worker:
-    """As `syncline.engine` starts one; without peers it needs no process group. `evaluation` is to run beside steps."""
+    """As `syncline.training.engine` starts one; without peers it needs no process group. `evaluation` is to run
+    beside steps.
+    """
     program: Program = build_program(strategy, model.layout(strategy), activation_bytes=0)
     verify(program)
-    aside = [evaluation] if evaluation is not None else []
-    collectives = Collectives([program, *aside], rank, getattr(torch, strategy.reduce_dtype), timeout)
+    beside = [evaluation] if evaluation is not None else []
+    collectives = Collectives([program, *beside], rank, getattr(torch, strategy.reduce_dtype), timeout)
     transport, *of_evaluation = (
-        Transport([each], strategy.shape_exchange, CPU, collectives.traffic, timeout) for each in (program, *aside)
+        Transport([each], strategy.shape_exchange, CPU, collectives.traffic, timeout) for each in (program, *beside)
     )
     dtype = getattr(torch, strategy.parameter_dtype)
     return Worker(
@@ -228,12 +230,12 @@ def start_worker(
         collectives,
         transport,
         gradient_dtype=getattr(torch, strategy.gradient_dtype),
-        rules=[optimizer],
+        all_settings=[optimizer],
         loss_scale=loss_scale,
         max_gradient_norm=max_gradient_norm,
         device=CPU,
         timers=strategy.timers,
-        aside=of_evaluation[0] if of_evaluation else None,
+        evaluation_transport=of_evaluation[0] if of_evaluation else None,
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import start_engine
-from syncline.job import describe_job
+from syncline.training.engine import start_engine
+from syncline.training.job import describe_job
 from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
 from tests.groups import reused_groups
 from tests.stand_ins import CPU

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from syncline.arguments import arguments_from_mapping
+from syncline.data.batch import MicroBatch
 from syncline.data.loader import MicroBatchLoader
 from syncline.data.random_tokens import RandomTokenDataset
 from syncline.data.sampler import GlobalBatchSampler
-from syncline.engine import start_engine
-from syncline.job import describe_job, in_float64
-from syncline.modeling.batch import MicroBatch
-from syncline.runtime.optimizer import UpdateRule
-from syncline.strategy import Normalization, Strategy, resolve_strategy
-from syncline.topology import Topology
+from syncline.runtime.optimization.optimizer import OptimizerSettings
+from syncline.strategy import Normalization, Strategy
+from syncline.strategy.resolve import resolve_strategy
+from syncline.strategy.topology import Topology
+from syncline.training.engine import start_engine
+from syncline.training.job import describe_job, in_float64
 from tests.stand_ins import (
     CPU,
     Outcome,
@@ -198,7 +199,7 @@ def test_a_window_without_a_valid_token_changes_nothing_and_says_so(pool, topolo
     model = Weights(stages=(("first", "second"),)) if topology.pp == 1 else CHAIN
     full = [[[*tokens(4.0), *tokens(2.0, weight=1)], masked(1.0)]] * topology.dp
     empty = [[masked(3.0), masked(4.0)]] * topology.dp
-    adamw = UpdateRule("adamw", weight_decay=0.5)
+    adamw = OptimizerSettings("adamw", weight_decay=0.5)
     with_empty = under_every_policy(pool, [full, empty, full], topology, model, optimizer=adamw, learning_rate=0.1)
     without = under_every_policy(pool, [full, full], topology, model, optimizer=adamw, learning_rate=0.1)
     for (policy, outcomes), (_, expected) in zip(with_empty, without, strict=True):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, build_stage, start_engine
-from syncline.job import Job, describe_job
-from syncline.modeling.batch import IGNORED_LABEL
+from syncline.data.batch import IGNORED_LABEL
 from syncline.modeling.load import build_meta_model
 from syncline.modeling.materialise import materialise
 from syncline.program.actions import Action, Backward, ClipGradients
+from syncline.training.engine import Engine, build_stage, start_engine
+from syncline.training.job import Job, describe_job
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
 from syncline.verification.double import InFloat64
 from tests.groups import reused_groups

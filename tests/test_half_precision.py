@@ -8,15 +8,15 @@ from functools import partial
 
 import pytest
 
-from syncline.runtime.optimizer import UpdateRule
+from syncline.runtime.optimization.optimizer import OptimizerSettings
 from syncline.strategy import Sharding, Strategy, SyncMoment
-from syncline.topology import Topology
+from syncline.strategy.topology import Topology
 from tests.stand_ins import Outcome, Run, Weights, sharding_forms, tokens, train_all
 
 pytestmark = pytest.mark.ranks
 
 SCALE = 32768.0
-ADAMW = UpdateRule("adamw", weight_decay=0.1)
+ADAMW = OptimizerSettings("adamw", weight_decay=0.1)
 
 TOPOLOGIES = {
     "one rank": Topology(),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
-from syncline.job import describe_job
-from syncline.strategy import resolve_strategy
+from syncline.strategy.resolve import resolve_strategy
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import describe_job
 from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
 from tests.stand_ins import CPU
 

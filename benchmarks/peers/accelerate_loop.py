@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from against_ddp import ACCUMULATION, REFERENCE
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from trainers import MAX_GRADIENT_NORM, Trainer, build_model, fused_adamw, mean_loss
 
 

@@ -11,7 +11,7 @@ import deepspeed
 
 from against_ddp import ACCUMULATION, REFERENCE
 from ranks import RANKS
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from trainers import MAX_GRADIENT_NORM, Trainer, build_model, fused_adamw, mean_loss
 
 # Ranks of one machine would exchange inference's small messages through shared memory, with code compiled on the spot.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from against_ddp import REFERENCE
 from ranks import RANKS
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from trainers import MAX_GRADIENT_NORM, Trainer, build_model, fused_adamw, mean_loss
 
 

@@ -30,9 +30,9 @@ from against_ddp import ACCUMULATION, REFERENCE
 from kernel import anonymous_bytes, peak_anonymous_bytes, restart_peak_resident_bytes, sent_bytes
 from peers.catalogue import PEERS
 from peers.messages import receive, send
+from syncline.data.batch import MicroBatch
+from syncline.distributed.rank import die_with_parent
 from syncline.errors import UserError
-from syncline.modeling.batch import MicroBatch
-from syncline.rank import die_with_parent
 from trainers import MAX_GRADIENT_NORM, Trainer, build_model, fused_adamw, mean_loss
 
 TINY = replace(

@@ -17,7 +17,7 @@ from transformers import Trainer as HuggingFaceTrainer
 
 from against_ddp import ACCUMULATION, REFERENCE
 from ranks import RANKS
-from syncline.modeling.batch import MicroBatch
+from syncline.data.batch import MicroBatch
 from trainers import LEARNING_RATE, MAX_GRADIENT_NORM, SEED, Trainer, build_model
 
 ENDLESS = 10**6

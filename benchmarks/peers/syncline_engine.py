@@ -6,7 +6,7 @@ from typing import Any
 
 from against_ddp import ACCUMULATION, REFERENCE
 from ranks import RANKS
-from syncline.host_memory import keep_freed_memory
+from syncline.distributed.host_memory import keep_freed_memory
 from trainers import SynclineMode, SynclineTrainer, Trainer
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from syncline.cli import main
+from syncline.cli.main import main
 
 sys.exit(main())

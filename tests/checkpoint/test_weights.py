@@ -10,7 +10,7 @@ from syncline.checkpoint.weights import load_weights, local_folder
 from syncline.errors import UserError
 from syncline.modeling.load import build_meta_model
 from syncline.modeling.materialise import materialise
-from syncline.modeling.split import cut, plan_split
+from syncline.modeling.pipeline.split import cut, plan_split
 from tests.modeling.families import FAMILIES, tiny_config, tiny_stages
 
 

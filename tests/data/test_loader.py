@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.data.batch import IGNORED_LABEL, MicroBatch
 from syncline.data.loader import MicroBatchLoader, evaluation_loader
 from syncline.data.random_tokens import RandomTokenDataset
 from syncline.data.sampler import GlobalBatchSampler
-from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
 
 CPU = torch.device("cpu")
 LENGTH = 6

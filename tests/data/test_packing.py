@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from syncline.data.batch import IGNORED_LABEL
 from syncline.data.packing import PackedDataset, write_packed
-from syncline.modeling.batch import IGNORED_LABEL
 
 END = 99
 DOCUMENTS = st.lists(st.lists(st.integers(0, 98), max_size=12), min_size=1, max_size=8)

@@ -3,11 +3,11 @@
 import torch
 from transformers import PreTrainedConfig
 
-from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
+from syncline.data.batch import IGNORED_LABEL, MicroBatch
 from syncline.modeling.load import build_meta_model, resolve_config
 from syncline.modeling.materialise import materialise
+from syncline.modeling.pipeline.split import cut, plan_split
 from syncline.modeling.shrink import VOCABULARY, shrink_config
-from syncline.modeling.split import cut, plan_split
 
 SPLIT_FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "phi", "olmo2", "gpt_neox"),

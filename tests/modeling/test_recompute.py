@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.errors import UserError
-from syncline.modeling.check import run_chained
+from syncline.modeling.checks import run_chained
 from syncline.modeling.recompute import enable_recompute
 from tests.modeling.families import assert_same, random_micro_batch, tiny_config, tiny_stages
 

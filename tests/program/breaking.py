@@ -9,7 +9,7 @@ import pytest
 
 from syncline.program.actions import Action
 from syncline.program.program import Program
-from syncline.program.verify import Violation, verify
+from syncline.program.verification.verify import Violation, verify
 
 Change = Callable[[int, list[Action]], list[Action]]
 """What becomes of one rank's actions."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from syncline.placement import Placement
 from syncline.program.build import build_forward_program, build_program
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
+from syncline.program.naive import naive_program
 from syncline.program.passes.normalization import token_mean
 from syncline.program.passes.sharding import shard_updates
 from syncline.program.passes.tied_weights import sum_tied_gradients
 from syncline.program.program import Program, Sizes
-from syncline.program.schedules import SCHEDULES
-from syncline.program.schedules.naive import naive_program
+from syncline.schedules import SCHEDULES
+from syncline.schedules.placement import Placement
 from syncline.strategy import Ownership, Strategy
-from syncline.topology import Topology
+from syncline.strategy.topology import Topology
 
 
 def small_layout(
@@ -48,7 +48,7 @@ def small_layout(
                 name,
                 (4,) if part == "norm" else (16, 4),
                 stage,
-                rule=1 if part == "norm" else 0,
+                settings=1 if part == "norm" else 0,
                 tied_to="embedding" if tied and name == "head" else None,
                 frozen=name in frozen,
                 block=block,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import dedent
 
+from syncline.program.display.text import listing
 from syncline.program.program import Program
-from syncline.program.text import listing
 
 
 def assert_listing(program: Program, rank: int, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Who owns what, where buckets begin and end, and which rule updates which part of them."""
+"""Who owns what, where buckets begin and end, and which settings updates which part of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer(index: int, sizes: Sequence[int], *, stage: int = 0, **fields: object)
 
 @st.composite
 def models(draw: st.DrawFn) -> list[ParameterSpec]:
-    """Some layers on one or two stages; some parameters are frozen, have the other rule, or are used again."""
+    """Some layers on one or two stages; some parameters are frozen, have the other settings, or are used again."""
     stages = draw(st.integers(1, 2))
     last = draw(st.integers(stages, 6))
     specs = []
@@ -51,7 +51,7 @@ def models(draw: st.DrawFn) -> list[ParameterSpec]:
                     f"layers.{index}.{part}",
                     tuple(draw(st.lists(st.integers(1, 30), min_size=0, max_size=2))),
                     index * stages // last,
-                    rule=draw(st.integers(0, 1)),
+                    settings=draw(st.integers(0, 1)),
                     frozen=draw(st.integers(0, 9)) == 0,
                     block=f"layers.{index}",
                     first_use=index,
@@ -249,11 +249,16 @@ def test_a_bucket_knows_when_it_is_used():
     assert [(bucket.first_use, bucket.last_use) for bucket in layout.buckets] == [(2, 3), (0, 1)]
 
 
-# ---- Rules -----------------------------------------------------------------------------------------------------------
+# ---- Settings -------------------------------------------------------------------------------------------------------
 
 
 def test_the_parameters_of_one_rule_stand_together():
-    specs = [*layer(0, [64], rule=0), *layer(1, [10], rule=1), *layer(2, [100], rule=0), *layer(3, [5, 5], rule=1)]
+    specs = [
+        *layer(0, [64], settings=0),
+        *layer(1, [10], settings=1),
+        *layer(2, [100], settings=0),
+        *layer(3, [5, 5], settings=1),
+    ]
     (bucket,) = lay_out(specs, bucket_bytes=1 << 20, gradient_itemsize=ITEMSIZE).buckets
     assert [slot.name for slot in bucket.slots] == [
         *("layers.2.0", "layers.0.0"),
@@ -263,7 +268,7 @@ def test_the_parameters_of_one_rule_stand_together():
 
 
 def test_padding_belongs_to_the_segment_before_it():
-    specs = [*layer(0, [3], rule=0), *layer(1, [3], rule=1)]
+    specs = [*layer(0, [3], settings=0), *layer(1, [3], settings=1)]
     (bucket,) = lay_out(specs, bucket_bytes=1 << 20, gradient_itemsize=ITEMSIZE, ownership=SLICES, shards=3).buckets
     assert bucket.numel == 3 * ALIGNMENT
     assert bucket.segments == (Segment(0, 0, ALIGNMENT), Segment(1, ALIGNMENT, 3 * ALIGNMENT))
@@ -271,18 +276,18 @@ def test_padding_belongs_to_the_segment_before_it():
 
 @given(models(), LIMITS, SHARDS)
 def test_segments_cover_each_bucket_once_and_agree_with_its_slots(specs, limit, shards):
-    rules = {(spec.stage, spec.name): spec.rule for spec in specs}
+    all_settings = {(spec.stage, spec.name): spec.settings for spec in specs}
     for layout in layouts_of(specs, limit, shards).values():
         for bucket in layout.buckets:
             edges = [edge for segment in bucket.segments for edge in (segment.start, segment.stop)]
             assert edges[0] == 0
             assert edges[-1] == bucket.numel
             assert edges[1:-1:2] == edges[2:-1:2]
-            kinds = [rule for rule, _ in groupby(segment.rule for segment in bucket.segments)]
-            assert kinds == sorted(set(kinds)), "one segment for each rule"
+            kinds = [settings for settings, _ in groupby(segment.settings for segment in bucket.segments)]
+            assert kinds == sorted(set(kinds)), "one segment for each settings"
             for slot in bucket.slots:
                 (segment,) = (s for s in bucket.segments if s.start <= slot.offset < s.stop)
-                assert segment.rule == slot.rule == rules[bucket.stage, slot.name]
+                assert segment.settings == slot.settings == all_settings[bucket.stage, slot.name]
                 assert slot.offset + slot.numel <= segment.stop
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
-from syncline.job import describe_job
 from syncline.program.actions import Action
 from syncline.runtime.worker import StepResult
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import describe_job
 from syncline.verification.batches import ROWS, SEQUENCE, hard_global_batch
 from tests.stand_ins import CPU
 

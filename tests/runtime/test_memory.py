@@ -14,10 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
-from syncline.job import Job, describe_job
-from syncline.modeling.batch import MicroBatch
-from syncline.runtime.collectives import Collectives
+from syncline.data.batch import MicroBatch
+from syncline.runtime.communication.collectives import Collectives
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import Job, describe_job
 from tests.groups import reused_groups
 from tests.stand_ins import CPU
 

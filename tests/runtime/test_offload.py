@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncline.modeling.check import run_chained
-from syncline.modeling.loss import token_loss_sum
+from syncline.modeling.checks import run_chained
+from syncline.modeling.kernels.loss import token_loss_sum
 from syncline.modeling.recompute import enable_recompute
 from syncline.program.actions import Action, Forward
 from syncline.runtime import offload

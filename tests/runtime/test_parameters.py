@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from syncline.modeling.batch import MicroBatch
-from syncline.modeling.stage import Stage
+from syncline.data.batch import MicroBatch
+from syncline.modeling.pipeline.stage import Stage
 from syncline.program.actions import Action, Backward, ClipGradients, Forward
 from syncline.program.build import build_forward_program, build_program
 from syncline.program.layout import ParameterLayout, ParameterSpec, lay_out
-from syncline.program.verify import verify
+from syncline.program.verification.verify import verify
 from syncline.runtime.buckets import Presence
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.optimizer import UpdateRule
-from syncline.runtime.transport import Transport
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.point_to_point import Transport
+from syncline.runtime.optimization.optimizer import OptimizerSettings
 from syncline.runtime.worker import Worker
 from syncline.strategy import Sharding, Strategy, SyncMoment
-from syncline.topology import Topology
+from syncline.strategy.topology import Topology
 from tests.groups import reused_groups
 from tests.stand_ins import CPU, Weights, exact, micro_batch_of, start_worker, tokens
 
@@ -201,7 +201,7 @@ def start_toy(rank: int, kind: type[Toy], strategy: Strategy) -> Worker:
         collectives,
         Transport([program], strategy.shape_exchange, CPU, collectives.traffic, TIMEOUT),
         gradient_dtype=torch.float64,
-        rules=[UpdateRule("adamw", weight_decay=0.1)],
+        all_settings=[OptimizerSettings("adamw", weight_decay=0.1)],
         max_gradient_norm=0.0,
         device=CPU,
     )

@@ -11,25 +11,25 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tools.combinations import keys_of, strategy_of
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
-from syncline.job import Job, describe_job
-from syncline.modeling.batch import IGNORED_LABEL
+from syncline.data.batch import IGNORED_LABEL
 from syncline.modeling.load import build_meta_model
 from syncline.modeling.materialise import materialise
 from syncline.program.actions import Action, ClipGradients, ScaleLoss
-from syncline.program.costs import bytes_sent, gradient_bytes_between_steps
-from syncline.program.factors import ONE, Factor
+from syncline.program.analysis.costs import bytes_sent, gradient_bytes_between_steps
 from syncline.program.program import Program
+from syncline.program.scales import ONE, Factor
 from syncline.runtime.worker import StepResult
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import Job, describe_job
 from syncline.verification import numerical
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
-from syncline.verification.combinations import keys_of, strategy_of
 from syncline.verification.double import InFloat64
-from syncline.verification.mixed import Gradients, summed_gradients, tolerance, whole_batch_gradients
 from tests.groups import reused_groups
 from tests.stand_ins import CPU
+from tests.verification.mixed import Gradients, summed_gradients, tolerance, whole_batch_gradients
 
 Combination = dict[str, str]
 

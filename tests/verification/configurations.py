@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from syncline.verification.combinations import SIDE_AXES
+from tools.combinations import SIDE_AXES
+
 from tests.verification.covering import pairwise
 
 Keys = dict[str, Any]

@@ -45,7 +45,7 @@ def llama_specs(stages: int, tied: bool) -> tuple[ParameterSpec, ...]:
 
 
 def llama_layout(strategy: Strategy, tied: bool) -> ParameterLayout:
-    """As `syncline.job` lays a model out, in buckets of `BUCKET_ELEMENTS` whatever the dtype."""
+    """As `syncline.training.job` lays a model out, in buckets of `BUCKET_ELEMENTS` whatever the dtype."""
     return _layout(strategy.placement.stages, tied, strategy.ownership, strategy.shards, strategy.divides_parameters)
 
 
@@ -73,7 +73,7 @@ def _spec(
         f"{module}.weight",
         shape,
         stage,
-        rule=0 if len(shape) >= 2 else 1,
+        settings=0 if len(shape) >= 2 else 1,
         tied_to=tied_to,
         frozen=module == FROZEN,
         block=".".join(module.split(".")[:3]) if "layers" in module else module,

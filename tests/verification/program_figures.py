@@ -1,4 +1,4 @@
-"""What a program must send and hold, by formula: none of it is computed as `syncline.program.costs` computes it."""
+"""What a program must send and hold, by formula: none of it is computed as `program.analysis.costs` computes it."""
 
 from __future__ import annotations
 

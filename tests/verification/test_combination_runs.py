@@ -12,10 +12,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+from tools.combinations import AXES, BY_SLICES, SIDE_AXES, STAGE2, combinations, ranks_of, works
 
 from syncline.program.actions import AccumulateShard, Action, OptimizerStep, ReduceGradients, WaitReduce
-from syncline.program.factors import Factor
-from syncline.verification.combinations import AXES, BY_SLICES, SIDE_AXES, STAGE2, combinations, ranks_of, works
+from syncline.program.scales import Factor
 from tests.verification.combination_runs import Change, Combination, is_exact, name_of, run_all
 from tests.verification.covering import filled_up, pairwise
 

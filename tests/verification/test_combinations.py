@@ -7,17 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-
-from syncline.errors import UserError
-from syncline.modeling.load import build_meta_model
-from syncline.modeling.order import uses_in_forward
-from syncline.modeling.split import plan_split, specs
-from syncline.program.build import build_program
-from syncline.program.costs import bytes_sent, gradient_bytes_between_steps
-from syncline.program.program import Program
-from syncline.program.verify import verify
-from syncline.strategy import Strategy
-from syncline.verification.combinations import (
+from tools.combinations import (
     AXES,
     BY_SLICES,
     DEGREES,
@@ -36,7 +26,17 @@ from syncline.verification.combinations import (
     strategy_of,
     works,
 )
-from syncline.verification.combinations_page import combinations_markdown
+from tools.combinations_page import combinations_markdown
+
+from syncline.errors import UserError
+from syncline.modeling.access.order import uses_in_forward
+from syncline.modeling.load import build_meta_model
+from syncline.modeling.pipeline.split import plan_split, specs
+from syncline.program.analysis.costs import bytes_sent, gradient_bytes_between_steps
+from syncline.program.build import build_program
+from syncline.program.program import Program
+from syncline.program.verification.verify import verify
+from syncline.strategy import Strategy
 from tests.modeling.families import tiny_config
 from tests.verification import program_figures as figures
 from tests.verification.covering import filled_up, pairwise
@@ -126,8 +126,8 @@ def random_combinations(count: int) -> list[Combination]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_layouts_of_the_proof_are_those_of_a_model(stages, tied):
     model = build_meta_model(tiny_config("llama", layers=stages + 1, tied=tied))
-    rules = {parameter: 0 if parameter.dim() >= 2 else 1 for parameter in model.parameters()}
-    found = specs(model, plan_split(model, stages), [FROZEN.replace(".", r"\.")], uses_in_forward(model), rules)
+    all_settings = {parameter: 0 if parameter.dim() >= 2 else 1 for parameter in model.parameters()}
+    found = specs(model, plan_split(model, stages), [FROZEN.replace(".", r"\.")], uses_in_forward(model), all_settings)
     found.sort(key=lambda spec: spec.order)
     assert [without_shape(spec) for spec in found] == [without_shape(spec) for spec in llama_specs(stages, tied)]
     for spec, expected in zip(found, llama_specs(stages, tied), strict=True):

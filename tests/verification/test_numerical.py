@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
 from syncline.errors import UserError
-from syncline.job import Job
 from syncline.program.actions import (
     Action,
     ClipGradients,
@@ -25,8 +23,10 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
-from syncline.program.factors import Factor
+from syncline.program.scales import Factor
 from syncline.runtime.buckets import GradientBucket
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import Job
 from syncline.verification import numerical
 from syncline.verification.numerical import TOLERANCE, Report, verification_job, verify_rank
 from tests.groups import reused_groups

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from syncline.arguments import arguments_from_mapping
-from syncline.engine import Engine, start_engine
-from syncline.job import Job
-from syncline.runtime.optimizer import UpdateRule
+from syncline.runtime.optimization.optimizer import OptimizerSettings
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import Job
 from syncline.verification import numerical
 from syncline.verification.numerical import (
     LEARNING_RATE,
@@ -119,34 +119,39 @@ def test_the_small_model_has_all_groups_and_all_rules_at_work():
         arguments = arguments_from_mapping(keys)
         job = verification_job(arguments)
         assert job.arguments.parameter_groups == arguments.parameter_groups
-        trained = {spec.rule for spec in job.layout.specs if not spec.frozen}
-        assert trained == set(range(len(job.rules))) or "freeze_parameters" in keys
+        trained = {spec.settings for spec in job.layout.specs if not spec.frozen}
+        assert trained == set(range(len(job.optimizer_settings))) or "freeze_parameters" in keys
         assert len(trained) > 1
 
 
 def test_the_fastest_parameters_have_the_learning_rate_of_the_verification():
     fast = verification_job(arguments_from_mapping(ON_ONE["adamw"]))
-    assert learning_rate(fast) * max(rule.learning_rate for rule in fast.rules) == pytest.approx(LEARNING_RATE)
+    assert learning_rate(fast) * max(settings.learning_rate for settings in fast.optimizer_settings) == pytest.approx(
+        LEARNING_RATE
+    )
     assert learning_rate(verification_job(arguments_from_mapping({"model_config": LLAMA}))) == LEARNING_RATE
 
 
 # ---- What must be found out ------------------------------------------------------------------------------------------
 
-ChangeRule = Callable[[UpdateRule], UpdateRule]
+ChangeRule = Callable[[OptimizerSettings], OptimizerSettings]
 
 WRONG_RULES: dict[str, tuple[str, ChangeRule]] = {
-    "a learning rate": ("sgd", lambda rule: replace(rule, learning_rate=rule.learning_rate * 1.0001)),
-    "a decay": ("adamw", lambda rule: replace(rule, weight_decay=rule.weight_decay + 0.001)),
-    "a decay of adafactor": ("adafactor", lambda rule: replace(rule, weight_decay=rule.weight_decay + 0.001)),
-    "a learning rate of adafactor": ("adafactor", lambda rule: replace(rule, learning_rate=0.999)),
-    "a momentum": ("muon", lambda rule: replace(rule, momentum=0.9)),
-    "a decay of muon": ("muon", lambda rule: replace(rule, weight_decay=rule.weight_decay + 0.001)),
-    "a kind": ("muon", lambda rule: replace(rule, kind="adamw")),
+    "a learning rate": ("sgd", lambda settings: replace(settings, learning_rate=settings.learning_rate * 1.0001)),
+    "a decay": ("adamw", lambda settings: replace(settings, weight_decay=settings.weight_decay + 0.001)),
+    "a decay of adafactor": (
+        "adafactor",
+        lambda settings: replace(settings, weight_decay=settings.weight_decay + 0.001),
+    ),
+    "a learning rate of adafactor": ("adafactor", lambda settings: replace(settings, learning_rate=0.999)),
+    "a momentum": ("muon", lambda settings: replace(settings, momentum=0.9)),
+    "a decay of muon": ("muon", lambda settings: replace(settings, weight_decay=settings.weight_decay + 0.001)),
+    "a kind": ("muon", lambda settings: replace(settings, kind="adamw")),
 }
 
 
 def verify_wrong_rules(rank: int, world_size: int) -> dict[str, Report]:
-    """The report where one rule is another than was configured, behind the back of the reference."""
+    """The report where one settings is another than was configured, behind the back of the reference."""
     reports = {}
     with reused_groups() as groups:
         for name, (optim, change) in WRONG_RULES.items():
@@ -158,13 +163,15 @@ def verify_wrong_rules(rank: int, world_size: int) -> dict[str, Report]:
 
 
 def starting_with(change: ChangeRule) -> Callable[[Job, int, torch.device], Engine]:
-    """The first rule, that of the embedding and, but for muon, of all matrices, is changed; under muon the second."""
+    """The first settings, that of the embedding and, but for muon, of all matrices, is changed; under muon
+    the second.
+    """
 
     def start(job: Job, rank: int, device: torch.device) -> Engine:
-        place = next((place for place, rule in enumerate(job.rules) if rule.kind == "muon"), 0)
-        rules = list(job.rules)
-        rules[place] = change(rules[place])
-        return start_engine(replace(job, rules=tuple(rules)), rank, device)
+        place = next((place for place, settings in enumerate(job.optimizer_settings) if settings.kind == "muon"), 0)
+        all_settings = list(job.optimizer_settings)
+        all_settings[place] = change(all_settings[place])
+        return start_engine(replace(job, optimizer_settings=tuple(all_settings)), rank, device)
 
     return start
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from syncline.arguments import arguments_from_mapping
-from syncline.job import describe_job
+from syncline.training.job import describe_job
 from syncline.verification.numerical import verification_job
 from tests.verification.configurations import GRADIENT_LIFE, LLAMA, OPTIONS, Keys, keys_of
 from tests.verification.covering import pairwise

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from syncline.arguments.arrivals import Arrival
 from syncline.arguments.nearest import nearest
+from syncline.arguments.upcoming import Upcoming
 from syncline.errors import UserError
 
 DATA, PIPELINE = "data_parallel_config", "pipeline_parallel_config"
@@ -52,7 +52,7 @@ class Flag:
     cost: str = "–"
     """What it costs and buys."""
     needs: Need = Need.NOTHING
-    arrives: Arrival | None = None
+    arrives: Upcoming | None = None
     no_effect: str = ""
     """Why it never changes anything in Syncline."""
     refused: tuple[str, str] | None = None
@@ -212,7 +212,7 @@ FLAGS = (
         (PIPELINE,),
         "Under tensor parallelism every slice sends the whole activation, not its part of it.",
         needs=Need.SLICES,
-        arrives=Arrival.TENSOR,
+        arrives=Upcoming.TENSOR,
     ),
     Flag(
         "auto_parallel_sync_shared_params",
@@ -382,11 +382,11 @@ FLAGS = (
         (SHARDING,),
         "Checkpoints of fused optimizer state are balanced between ranks.",
         needs=Need.SHARDING,
-        arrives=Arrival.CHECKPOINTS,
+        arrives=Upcoming.CHECKPOINTS,
     ),
     # Tensor parallelism.
     *(
-        Flag(name, (TENSOR,), meaning, needs=Need.SLICES, arrives=Arrival.TENSOR)
+        Flag(name, (TENSOR,), meaning, needs=Need.SLICES, arrives=Upcoming.TENSOR)
         for name, meaning in (
             ("enable_mp_async_allreduce", "The input gradient's all-reduce overlaps the weight gradient."),
             ("enable_mp_skip_c_identity", "Copies around split layers are skipped."),

@@ -8,9 +8,9 @@ from os import PathLike, fspath
 from typing import Any
 
 from syncline.arguments.foreign import MEANINGLESS, REFUSALS, TRANSLATIONS
-from syncline.arguments.markup import MalformedText, read_json, read_yaml, write_yaml
 from syncline.arguments.nearest import nearest
 from syncline.arguments.option import GROUPS
+from syncline.arguments.serialization import MalformedText, read_json, read_yaml, write_yaml
 from syncline.arguments.training_arguments import OPTIONS, TrainingArguments
 from syncline.arguments.values import read_value
 from syncline.errors import UserError

@@ -112,7 +112,7 @@ class OptimizerArguments:
         "first entry that finds a parameter decides, a tied one under any of its names. `learning_rate` is the "
         "entry's peak, and follows the run's schedule by the same factor. `weight_decay` applies to all that the "
         "pattern finds, biases and norms included. What an entry leaves out is as in the run.",
-        effect="an OptimizerStep updates its bucket rule by rule",
+        effect="an OptimizerStep updates its bucket group by group",
         cost="Parameters with equal settings are updated together; every other setting is one more part of the fused "
         "call.",
         parse=parse_parameter_groups,

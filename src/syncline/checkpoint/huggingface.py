@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from syncline.modeling.stage import Stage
+from syncline.modeling.pipeline.stage import Stage
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from syncline.checkpoint.huggingface import INDEX_FILE, WEIGHTS_FILE
 from syncline.errors import UserError
-from syncline.modeling.stage import Stage
+from syncline.modeling.pipeline.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from syncline.data.batch import IGNORED_LABEL, MicroBatch
 from syncline.data.packing import Sample, SampleDataset
 from syncline.data.sampler import GlobalBatchSampler
-from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
 
 
 @dataclass(frozen=True)

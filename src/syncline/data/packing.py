@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from syncline.modeling.batch import IGNORED_LABEL
+from syncline.data.batch import IGNORED_LABEL
 
 _TOKENS_FILE = "tokens.npy"
 _DOCUMENT_STARTS_FILE = "document_starts.npy"

@@ -41,7 +41,7 @@ def load_tokenizer(name: str, documents: Iterable[str]) -> PreTrainedTokenizerBa
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    return _wrap(_byte_level(models.BPE(vocab=vocabulary, merges=[]), split_words=False))
+    return _wrap(_byte_level(models.BPE(vocab=vocabulary, merges=[]), split_command_line=False))
 
 
 def train_bpe(vocabulary_size: int, documents: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -59,7 +59,7 @@ def train_bpe(vocabulary_size: int, documents: Iterable[str]) -> PreTrainedToken
         min_frequency=2,
         show_progress=False,
     )
-    tokenizer = _byte_level(models.BPE(), split_words=True)
+    tokenizer = _byte_level(models.BPE(), split_command_line=True)
     sample_bytes = max(_BPE_SAMPLE_BYTES, _BPE_SAMPLE_BYTES_PER_TOKEN * vocabulary_size)
     tokenizer.train_from_iterator(_evenly_spread_pieces(documents, sample_bytes), trainer)
     learned = tokenizer.get_vocab_size()
@@ -116,9 +116,9 @@ def _vocabulary_size(name: str) -> int:
         raise UserError(f"the tokenizer {name!r}", "the vocabulary size is not a whole number", instead) from error
 
 
-def _byte_level(model: models.Model, split_words: bool) -> Tokenizer:
+def _byte_level(model: models.Model, split_command_line: bool) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_command_line)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -1,8 +1,8 @@
 """From the meta device to memory, with random weights that do not depend on how the model is cut.
 
-Every module is initialised by its model's own rule under a seed of its own, drawn from the run's seed and the module's
-global name. So a layer starts with the same values on whichever stage it lies, and no stage draws for layers it does
-not own.
+Every module is initialised by its model's own initialiser under a seed of its own, drawn from the run's seed and the
+module's global name. So a layer starts with the same values on whichever stage it lies, and no stage draws for layers
+it does not own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from syncline.errors import UserError
-from syncline.modeling.stage import Stage
+from syncline.modeling.pipeline.stage import Stage
 
-Rule = Callable[[nn.Module], None]
+Initialise = Callable[[nn.Module], None]
 
 
 def materialise(
@@ -76,19 +76,19 @@ def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) 
                 module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
 
 
-def _initialise(module: nn.Module, name: str, rule: Rule, seed: int, drawn: set[nn.Parameter]) -> None:
-    """Children first, as transformers does it, for some rules of a parent correct its children.
+def _initialise(module: nn.Module, name: str, initialiser: Initialise, seed: int, drawn: set[nn.Parameter]) -> None:
+    """Children first, as transformers does it, for some initialisers of a parent correct its children.
 
-    A parameter in `drawn` is kept when its module comes: so the embedding's rule, which is met first, holds for a tied
-    head.
+    A parameter in `drawn` is kept when its module comes: so the embedding's initialiser, which is met first, holds
+    for a tied head.
     """
     for child_name, child in module.named_children():
-        child_rule = child._init_weights if isinstance(child, PreTrainedModel) else rule
-        _initialise(child, f"{name}.{child_name}" if name else child_name, child_rule, seed, drawn)
+        of_child = child._init_weights if isinstance(child, PreTrainedModel) else initialiser
+        _initialise(child, f"{name}.{child_name}" if name else child_name, of_child, seed, drawn)
     own = set(module.parameters(recurse=False))
     torch.default_generator.manual_seed(_module_seed(seed, name))
     with _kept(own & drawn):
-        rule(module)
+        initialiser(module)
     drawn |= own
 
 
@@ -99,20 +99,20 @@ def _draw_tied_copies(stage: Stage, seed: int) -> set[nn.Parameter]:
         module_name, _, parameter_name = source.name.rpartition(".")
         module = deepcopy(source.module)
         _allocate(module, "cpu", torch.float32)
-        _initialise(module, module_name, _rule_for(stage.model, module_name), seed, set())
+        _initialise(module, module_name, _initialiser_of(stage.model, module_name), seed, set())
         parameters[name].copy_(module.get_parameter(parameter_name))
     return {parameters[name] for name in stage.tied_sources}
 
 
-def _rule_for(model: PreTrainedModel, name: str) -> Rule:
-    """The rule of the innermost model around module `name`."""
-    rule = model._init_weights
+def _initialiser_of(model: PreTrainedModel, name: str) -> Initialise:
+    """The initialiser of the innermost model around module `name`."""
+    initialiser = model._init_weights
     module: nn.Module = model
     for part in name.split("."):
         module = module.get_submodule(part)
         if isinstance(module, PreTrainedModel):
-            rule = module._init_weights
-    return rule
+            initialiser = module._init_weights
+    return initialiser
 
 
 def _module_seed(seed: int, name: str) -> int:

@@ -15,6 +15,8 @@ buckets; so every member of a group issues the same sequence. Inside a computati
 `group` names the ranks that take part (see `program.program.Program.members`): axes joined by `+` (`dp`), `world`, or
 `tied:0,3` for the stages 0 and 3 of the same pipeline.
 
+The computations are a schedule's, and so defined beside schedules (`syncline.schedules.computations`).
+
 Under sharding a rank *owns* a part of each bucket (see `program.layout`), and updates that part. The gradient of what
 it owns is read from the bucket itself, or from the *shard*: storage of the owned part's size in which the reduced
 gradients of several micro-batches add up.
@@ -23,36 +25,64 @@ gradients of several micro-batches add up.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from syncline.program.factors import ONE, Factor
+from syncline.program.scales import ONE, Factor
+from syncline.schedules.computations import (
+    ADDING_GRADIENTS,
+    COMPUTATIONS,
+    USING_PARAMETERS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Computation,
+    Forward,
+)
 
-
-@dataclass(frozen=True)
-class Action:
-    """What one rank does next."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object: `action` is the snake_case class name; fields that say nothing (None, the factor 1) are left
-        out.
-        """
-        document: dict[str, Any] = {"action": snake_case(type(self).__name__)}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or value == ONE or value == "" or value is Part.BUCKET:
-                continue
-            if isinstance(value, Enum):
-                value = value.value
-            elif isinstance(value, Action):
-                value = value.to_json()
-            elif isinstance(value, Factor):
-                value = str(value)
-            elif isinstance(value, tuple):
-                value = list(value)
-            document[field.name] = value
-        return document
+__all__ = [
+    "ADDING_GRADIENTS",
+    "COMPUTATIONS",
+    "USING_PARAMETERS",
+    "AccumulateShard",
+    "Action",
+    "AllocateGradients",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Bubble",
+    "CheckFinite",
+    "ClipGradients",
+    "Computation",
+    "CountTokens",
+    "Forward",
+    "FreeGradients",
+    "FreeParameters",
+    "GatherParameters",
+    "OffloadActivations",
+    "OptimizerStep",
+    "Part",
+    "PointToPoint",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "ReduceGradients",
+    "ReduceLoss",
+    "ReduceReplicated",
+    "ScaleGradients",
+    "ScaleLoss",
+    "SendActivation",
+    "SendGradient",
+    "StartReceivingActivation",
+    "StartReceivingGradient",
+    "WaitGather",
+    "WaitReduce",
+    "ZeroGradients",
+    "bucket_of",
+    "happening_during",
+    "snake_case",
+]
 
 
 class Part(str, Enum):
@@ -83,12 +113,6 @@ def bucket_of(action: Action) -> int | None:
 
 
 @dataclass(frozen=True)
-class Forward(Action):
-    stage: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
 class ScaleLoss(Action):
     """Seeds the backward of one micro-batch with a factor; stands between its forward and its backward on the last
     stage.
@@ -97,43 +121,6 @@ class ScaleLoss(Action):
     stage: int
     micro_batch: int
     scale: Factor
-
-
-@dataclass(frozen=True)
-class Backward(Action):
-    """Gradients of the stage's input and of its weights; the latter are added to the stage's buckets."""
-
-    stage: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class BackwardInput(Action):
-    """The first half of a backward: the gradient of the stage's input.
-
-    What the other half needs is kept until then: of a plain linear layer or embedding its input and the gradient of its
-    output, of every other weight the gradient itself.
-    """
-
-    stage: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class BackwardWeight(Action):
-    """The second half: the gradients of the stage's weights are added to its buckets. No other rank waits for it."""
-
-    stage: int
-    micro_batch: int
-
-
-Computation = Forward | Backward | BackwardInput | BackwardWeight
-"""What an action with a `during` may happen inside."""
-COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
-USING_PARAMETERS = (Forward, Backward, BackwardInput)
-"""The second half of a backward reads activations and gradients only."""
-ADDING_GRADIENTS = (Backward, BackwardWeight)
-"""These add the gradients of their stage and micro-batch to the buckets."""
 
 
 @dataclass(frozen=True)

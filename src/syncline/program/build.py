@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from syncline.program.costs import with_peaks
+from syncline.program.analysis.costs import with_peaks
 from syncline.program.layout import ParameterLayout
+from syncline.program.naive import forward_program, naive_program
 from syncline.program.passes.allocation import allocate_where_written
 from syncline.program.passes.average import average_in_collective
 from syncline.program.passes.bubbles import mark_bubbles
@@ -24,8 +25,7 @@ from syncline.program.passes.sharding import shard_updates, step_in_place
 from syncline.program.passes.sync_moment import sync_after_accumulation, sync_last_micro_batch
 from syncline.program.passes.tied_weights import sum_tied_gradients
 from syncline.program.program import Program, Sizes
-from syncline.program.schedules import schedule_named
-from syncline.program.schedules.naive import forward_program, naive_program
+from syncline.schedules import schedule_named
 from syncline.strategy import Normalization, Strategy, SyncMoment
 
 Pass = Callable[[Program], Program]

@@ -31,8 +31,8 @@ class ParameterSpec:
     """The global state-dict name."""
     shape: tuple[int, ...]
     stage: int
-    rule: int = 0
-    """Which of the job's update rules applies (weight decay, learning rate, optimizer)."""
+    settings: int = 0
+    """Which of the job's optimizer settings applies (weight decay, learning rate, optimizer)."""
     tied_to: str | None = None
     """On the later copy of a parameter that two stages share: the name of the first copy."""
     frozen: bool = False
@@ -56,7 +56,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     offset: int
-    rule: int = 0
+    settings: int = 0
 
     @property
     def numel(self) -> int:
@@ -65,9 +65,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bucket, from `start` up to `stop`, that is updated by one rule."""
+    """A part of a bucket, from `start` up to `stop`, that is updated by one settings."""
 
-    rule: int
+    settings: int
     start: int
     stop: int
 
@@ -79,7 +79,7 @@ class Bucket:
     id: int
     stage: int
     slots: tuple[Slot, ...]
-    """Those of one rule stand together."""
+    """Those of one settings stand together."""
     numel: int
     """Elements with all padding; a multiple of the number of shards, so that it divides among them."""
     owner: int | None = None
@@ -89,20 +89,20 @@ class Bucket:
     tie_stages: tuple[int, ...] = ()
     frozen: bool = False
     """It has no gradient; only its parameters are divided."""
-    opens: tuple[int, int] = (0, 0)
+    first_gradient: tuple[int, int] = (0, 0)
     """The last use of any of its parameters in the forward, and the order of that parameter: a backward goes the other
     way, so this gradient is expected first.
     """
-    fills: tuple[int, int] = (0, 0)
+    last_gradient: tuple[int, int] = (0, 0)
     """The first use of any of its parameters, and its order: this gradient is expected last."""
 
     @property
     def first_use(self) -> int:
-        return self.fills[0]
+        return self.last_gradient[0]
 
     @property
     def last_use(self) -> int:
-        return self.opens[0]
+        return self.first_gradient[0]
 
     @property
     def counts_in_norm(self) -> bool:
@@ -111,10 +111,10 @@ class Bucket:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The runs of slots with one rule; padding belongs to the run before it."""
-        runs = [(rule, next(run).offset) for rule, run in groupby(self.slots, key=lambda slot: slot.rule)]
+        """The runs of slots with one settings; padding belongs to the run before it."""
+        runs = [(settings, next(run).offset) for settings, run in groupby(self.slots, key=lambda slot: slot.settings)]
         stops = [*(start for _, start in runs[1:]), self.numel]
-        return tuple(Segment(rule, start, stop) for (rule, start), stop in zip(runs, stops, strict=True))
+        return tuple(Segment(settings, start, stop) for (settings, start), stop in zip(runs, stops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def _blocks(specs: Iterable[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
 
 def _bucket(id: int, stage: int, group: _Group, granule: int, tie_stages: tuple[int, ...]) -> Bucket:
     slots, offset = [], 0
-    for spec in sorted(group.members, key=lambda spec: spec.rule):
-        slots.append(Slot(spec.name, spec.shape, offset, spec.rule))
+    for spec in sorted(group.members, key=lambda spec: spec.settings):
+        slots.append(Slot(spec.name, spec.shape, offset, spec.settings))
         offset += _aligned(spec.numel)
     return Bucket(
         id,
@@ -277,8 +277,8 @@ def _bucket(id: int, stage: int, group: _Group, granule: int, tie_stages: tuple[
         tie=group.tie,
         tie_stages=tie_stages,
         frozen=group.members[0].frozen,
-        opens=max((spec.last_use, spec.order) for spec in group.members),
-        fills=min(_first(spec) for spec in group.members),
+        first_gradient=max((spec.last_use, spec.order) for spec in group.members),
+        last_gradient=min(_first(spec) for spec in group.members),
     )
 
 

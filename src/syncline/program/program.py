@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from syncline.placement import Placement
 from syncline.program.actions import AccumulateShard, Action, AllocateGradients, BackwardInput, Part
-from syncline.program.factors import Factor
 from syncline.program.layout import Bucket, ParameterLayout
-from syncline.topology import AXES, Topology
+from syncline.program.scales import Factor
+from syncline.schedules.placement import Placement
+from syncline.strategy.topology import AXES, Topology
 
 
 @dataclass(frozen=True)

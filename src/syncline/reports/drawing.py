@@ -35,9 +35,9 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
-from syncline.program.costs import gradient_bytes_added, gradient_bytes_between_steps, simulated
+from syncline.program.analysis.costs import gradient_bytes_added, gradient_bytes_between_steps, simulated
+from syncline.program.display.text import listing, title
 from syncline.program.program import Program
-from syncline.program.text import listing, title
 from syncline.reports.timeline import Entry
 
 KINDS: dict[str, tuple[type[Action], ...]] = {

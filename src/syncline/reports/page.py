@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from syncline.program.display.text import listing, summary_lines, title, to_text
 from syncline.program.program import Program
-from syncline.program.text import listing, summary_lines, title, to_text
 from syncline.reports.drawing import KINDS, Drawing, shown_ranks, simulated_drawing
 
 Card = tuple[str, str]

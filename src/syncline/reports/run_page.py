@@ -8,10 +8,10 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from syncline.callbacks import StepMetrics
 from syncline.program.program import Program
-from syncline.progress import format_bytes
 from syncline.reports.drawing import measured_drawing, shown_ranks, simulated_drawing
+from syncline.reports.format import format_bytes
+from syncline.reports.metrics import StepMetrics
 from syncline.reports.page import Card, cards, drawings, page, texts
 from syncline.reports.timeline import Entry, Timelines
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.program.actions import Action
+from syncline.program.display.text import action_json
 
 if TYPE_CHECKING:
-    from syncline.runtime.clock import ActionTime
+    from syncline.runtime.timing import ActionTime
 
 Entry = Mapping[str, Any]
 """A line: `step`, `began` in seconds since the epoch, `position` in the rank's actions, `start` and `end` in seconds
@@ -30,7 +31,7 @@ class TimelineFile:
     def __init__(self, folder: Path, rank: int, actions: Sequence[Action]) -> None:
         self._path = folder / f"{PREFIX}{rank}.jsonl"
         # What is the same in every step is put into words once.
-        self._tails = [json.dumps(action.to_json())[1:] for action in actions]
+        self._tails = [json.dumps(action_json(action))[1:] for action in actions]
 
     def write(self, step: int, began: float, times: Iterable[ActionTime]) -> None:
         """Add a step's lines."""

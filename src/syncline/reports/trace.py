@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, TextIO
 
-from syncline.program.costs import gradient_bytes_added, gradient_bytes_between_steps
+from syncline.program.analysis.costs import gradient_bytes_added, gradient_bytes_between_steps
+from syncline.program.display.text import listing, title
 from syncline.program.program import Program
-from syncline.program.text import listing, title
 from syncline.reports.timeline import Entry, Timelines
 
 MICROSECONDS = 1e6

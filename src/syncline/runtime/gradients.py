@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from syncline.modeling.kernels.linear import DeferredGradients, WeightGradients
 from syncline.program.actions import (
     AccumulateShard,
     Action,
@@ -21,14 +22,13 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
-from syncline.program.factors import Factor
 from syncline.program.layout import Bucket
 from syncline.program.program import Program
+from syncline.program.scales import Factor
+from syncline.runtime.backward_hooks import GradientQueue
 from syncline.runtime.buckets import GradientBucket, ParameterBucket, Storage, StorageCount
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.exchange import Pending
-from syncline.runtime.products import PutOff, WeightGradients
-from syncline.runtime.triggers import GradientQueue
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.exchange import Pending
 
 Handler = Callable[..., None]
 
@@ -94,25 +94,25 @@ class Gradients:
         self._queue.finish()
 
     @contextmanager
-    def put_off_by(self, stage: int) -> Iterator[PutOff]:
+    def deferring(self, stage: int) -> Iterator[DeferredGradients]:
         """Around the first half of a backward of `stage`: nothing is added to buckets, all of it is in the list."""
         buckets = [bucket for bucket in self.buckets.values() if bucket.bucket.stage == stage]
         for bucket in buckets:
             bucket.set_apart()
-        with self.of_weights.putting_off() as put_off:
-            yield put_off
+        with self.of_weights.deferring() as deferred:
+            yield deferred
         for bucket in buckets:
-            put_off += [(parameter, partial(_add, gradient)) for parameter, gradient in bucket.take_apart()]
+            deferred += [(parameter, partial(_add, gradient)) for parameter, gradient in bucket.take_apart()]
         # Bucket by bucket, as a whole backward fills them: so the second half can reduce one while it fills the next.
-        put_off.sort(key=lambda each: self._bucket_of_weight(each[0]).fills, reverse=True)
+        deferred.sort(key=lambda each: self._bucket_of_weight(each[0]).last_gradient, reverse=True)
 
     @torch.no_grad()
-    def add(self, put_off: PutOff, inside: Sequence[Action]) -> None:
+    def add(self, deferred: DeferredGradients, inside: Sequence[Action]) -> None:
         """Add what the first half of a backward has put off, and drop it piece by piece; `inside` as above."""
-        self._queue.arm(self._own(inside), Counter(self._bucket_of[id(weight)] for weight, _ in put_off))
-        put_off.reverse()
-        while put_off:
-            weight, add = put_off.pop()
+        self._queue.arm(self._own(inside), Counter(self._bucket_of[id(weight)] for weight, _ in deferred))
+        deferred.reverse()
+        while deferred:
+            weight, add = deferred.pop()
             add(self.main_gradient(weight))
             del add
             self._queue.count(self._bucket_of[id(weight)])

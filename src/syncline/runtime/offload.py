@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncline.modeling.use import storage_of
+from syncline.modeling.access.use import storage_of
 from syncline.runtime.buckets import StorageCount
 
 UNDER_WAY_BYTES = 256 * 2**20
@@ -90,7 +90,7 @@ class Offload:
     def taking(self, kept: Iterable[Tensor] = ()) -> Iterator[None]:
         """What is saved meanwhile moves, but for what somebody has `kept` on the device until the backward."""
         stays = self._residents | {storage_of(tensor) for tensor in kept}
-        shelf = _Shelf()
+        saved_by = _SavedByForward()
         known: dict[tuple[int, int], tuple[StorageWeakRef, ref[_Moved]]] = {}
 
         def pack(tensor: Tensor) -> _Stayed | _Saved:
@@ -102,13 +102,13 @@ class Offload:
             key = storage, tensor._version
             moved = known[key][1]() if key in known else None
             if moved is None:
-                moved = self._move(tensor.detach(), shelf)
+                moved = self._move(tensor.detach(), saved_by)
                 known[key] = StorageWeakRef(tensor.untyped_storage()), ref(moved)
             return _Saved(moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
-        shelf.next = len(shelf.moved) - 1
+        saved_by.next = len(saved_by.moved) - 1
 
     def settle(self, *, everything: bool = False) -> None:
         """Let go of what has been copied, and of what is too much to be on the way; or of everything, for which the
@@ -124,7 +124,7 @@ class Offload:
             self._leaving_bytes -= first.bytes
             moved = first.moved()
             if moved is not None and moved.original is not None:
-                _check_unchanged(moved.original, moved.version)
+                _require_unchanged(moved.original, moved.version)
                 moved.original = None
         while self._coming and (everything or self._coming[0].copy.is_done()):
             self._coming.popleft().copy.wait()
@@ -139,11 +139,11 @@ class Offload:
             and tensor.untyped_storage().nbytes() >= max(1, self._smallest)
         )
 
-    def _move(self, original: Tensor, shelf: _Shelf) -> _Moved:
+    def _move(self, original: Tensor, saved_by: _SavedByForward) -> _Moved:
         source = _bytes(original.untyped_storage())
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self._on_cuda)
-        moved = _Moved(original, original._version, host, shelf, len(shelf.moved))
-        shelf.put(moved)
+        moved = _Moved(original, original._version, host, saved_by, len(saved_by.moved))
+        saved_by.put(moved)
         self.memory.grow(host.nbytes)
         finalize(moved, self.memory.shrink, host.nbytes)
         self._leaving.append(_Leaving(ref(moved), original, host.nbytes, self._to_host.copy(host, source)))
@@ -153,7 +153,7 @@ class Offload:
 
     def _unpack(self, saved: _Stayed | _Saved) -> Tensor:
         if isinstance(saved, _Stayed):
-            _check_unchanged(saved.tensor, saved.version)
+            _require_unchanged(saved.tensor, saved.version)
             return saved.tensor
         moved = saved.moved
         here = self._brought_here(moved)
@@ -165,14 +165,14 @@ class Offload:
                 self._coming.popleft()  # What set off before it has arrived as well.
             moved.arrival = None
         # A view, so that a change in place of what is handed out here shows when it is asked for again.
-        _check_unchanged(here, moved.version, saved.size)
+        _require_unchanged(here, moved.version, saved.size)
         elements = here[: here.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return elements.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought_here(self, moved: _Moved) -> Tensor:
         """Its bytes on the device, on their way back if they have left it."""
         if moved.here is None and moved.original is not None:
-            _check_unchanged(moved.original, moved.version)
+            _require_unchanged(moved.original, moved.version)
             moved.here = _bytes(moved.original.untyped_storage())
             moved.original = None
         elif moved.here is None:
@@ -187,17 +187,17 @@ class Offload:
 
     def _fetch_ahead(self, moved: _Moved) -> None:
         """Of what left before `moved`, the latest; unless `moved` itself comes before its turn."""
-        shelf = moved.shelf
-        while shelf.next > moved.index and shelf.moved[shelf.next]() is None:
-            shelf.next -= 1  # No backward has asked for it, and none will.
-        if shelf.next > moved.index:
+        saved_by = moved.saved_by
+        while saved_by.next > moved.index and saved_by.moved[saved_by.next]() is None:
+            saved_by.next -= 1  # No backward has asked for it, and none will.
+        if saved_by.next > moved.index:
             return
-        shelf.next = min(shelf.next, moved.index - 1)
-        while shelf.next >= 0 and shelf.bytes_between(shelf.next, moved.index) < UNDER_WAY_BYTES:
-            coming = shelf.moved[shelf.next]()
+        saved_by.next = min(saved_by.next, moved.index - 1)
+        while saved_by.next >= 0 and saved_by.bytes_between(saved_by.next, moved.index) < UNDER_WAY_BYTES:
+            coming = saved_by.moved[saved_by.next]()
             if coming is not None:
                 self._brought_here(coming)
-            shelf.next -= 1
+            saved_by.next -= 1
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ class _Moved:
     """Of `original`, then of `here`."""
     host: Tensor
     """Its bytes, shape (bytes,)."""
-    shelf: _Shelf
+    saved_by: _SavedByForward
     index: int
-    """On the shelf."""
+    """Among what its forward has moved."""
     here: Tensor | None = None
     """Its bytes on the device again, shape (bytes,)."""
     arrival: _Coming | None = None
@@ -240,7 +240,7 @@ class _Moved:
 
 
 @dataclass(eq=False)
-class _Shelf:
+class _SavedByForward:
     """What one forward has moved, in order."""
 
     moved: list[ref[_Moved]] = field(default_factory=list)
@@ -329,7 +329,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _check_unchanged(tensor: Tensor, version: int, size: torch.Size | None = None) -> None:
+def _require_unchanged(tensor: Tensor, version: int, size: torch.Size | None = None) -> None:
     """What autograd itself checks of tensors that no hook takes; `size` is that of the one whose bytes `tensor` has."""
     if tensor._version != version:
         shape = tuple(tensor.shape if size is None else size)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from syncline.modeling.stage import Stage
-from syncline.modeling.use import ParameterUse, storage_of
+from syncline.modeling.access.use import ParameterUse, storage_of
+from syncline.modeling.pipeline.stage import Stage
 from syncline.program.actions import Action, Backward, BackwardInput, FreeParameters, GatherParameters, WaitGather
 from syncline.program.program import Program
+from syncline.runtime.backward_hooks import ParameterQueue
 from syncline.runtime.buckets import ParameterBucket, Presence, StorageCount
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.exchange import Pending
-from syncline.runtime.triggers import ParameterQueue
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.exchange import Pending
 
 ACTIONS = (GatherParameters, WaitGather, FreeParameters)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.modeling.batch import MicroBatch
-from syncline.modeling.stage import Stage
+from syncline.data.batch import MicroBatch
+from syncline.modeling.kernels.linear import accumulate_in_products
+from syncline.modeling.pipeline.stage import Stage
 from syncline.program.actions import (
     AccumulateShard,
     Action,
@@ -28,20 +29,19 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
-from syncline.program.factors import Factor
 from syncline.program.program import Program
-from syncline.runtime.clip import clipping_factor, squared_norm
-from syncline.runtime.clock import ActionTimer, Clock, Phase, clock_for, waiting
-from syncline.runtime.collectives import Collectives
-from syncline.runtime.computations import Computations, Compute, Flow
+from syncline.program.scales import Factor
+from syncline.runtime.communication.collectives import Collectives
+from syncline.runtime.communication.point_to_point import Transport
+from syncline.runtime.compute import Computations, Compute, PipelineState
 from syncline.runtime.gradients import Gradients
-from syncline.runtime.loss_scale import LossScale
 from syncline.runtime.offload import Offload
-from syncline.runtime.optimizer import BucketOptimizer, UpdateRule
+from syncline.runtime.optimization.clip import clipping_factor, squared_norm
+from syncline.runtime.optimization.loss_scale import LossScale
+from syncline.runtime.optimization.optimizer import BucketOptimizer, OptimizerSettings
 from syncline.runtime.parameters import Parameters
-from syncline.runtime.products import accumulate_in_products
 from syncline.runtime.readback import Readback
-from syncline.runtime.transport import Transport
+from syncline.runtime.timing import ActionTimer, Clock, Phase, clock_for, waiting
 
 PHASES: dict[type[Action], Phase] = {
     WaitReduce: Phase.REDUCE_WAIT,
@@ -131,15 +131,15 @@ class Worker:
         transport: Transport,
         *,
         gradient_dtype: torch.dtype,
-        rules: Sequence[UpdateRule],
+        all_settings: Sequence[OptimizerSettings],
         max_gradient_norm: float,
         device: torch.device,
         loss_scale: float = 1.0,
         timers: bool = False,
-        aside: Transport | None = None,
+        evaluation_transport: Transport | None = None,
     ) -> None:
-        """`aside` carries the messages of programs that run beside the step, by default as the step's own are: then
-        none of the step's may be under way when another program begins.
+        """`evaluation_transport` carries the messages of programs that run beside the step, by default as the step's
+        own are: then none of the step's may be under way when another program begins.
         """
         self.rank = rank
         self.stages = stages
@@ -147,7 +147,7 @@ class Worker:
         self._device = device
         self._collectives = collectives
         self._transport = transport
-        self._aside = aside or transport
+        self._evaluation_transport = evaluation_transport or transport
         self._max_gradient_norm = max_gradient_norm
         self._timers = timers
         self._state = _StepState()
@@ -164,7 +164,7 @@ class Worker:
             self._waiting,
             self._perform,
         )
-        idle = Flow((), Stage.__call__, transport, {})
+        idle = PipelineState((), Stage.__call__, transport, {})
         kept = (tensor for stage in stages.values() for tensor in (*stage.parameters(), *stage.buffers()))
         self.offload = Offload(device, kept)
         self.computations = Computations(
@@ -172,7 +172,7 @@ class Worker:
         )
         self.optimizers = {
             bucket.id: BucketOptimizer(
-                bucket, self.parameters.buckets[bucket.id].owned, rules, program.owned(rank, bucket.id)
+                bucket, self.parameters.buckets[bucket.id].owned, all_settings, program.owned(rank, bucket.id)
             )
             for bucket in program.buckets(rank)
             if program.owns(rank, bucket.id)
@@ -215,10 +215,10 @@ class Worker:
         self.gradients.memory.restart_peak()
         self.parameters.memory.restart_peak()
         self.offload.memory.restart_peak()
-        flow = Flow(micro_batches, Stage.__call__, self._transport, self._inside)
+        pipeline_state = PipelineState(micro_batches, Stage.__call__, self._transport, self._inside)
         actions = self.program.ranks[self.rank]
         self._timer = ActionTimer(actions, self._device, self._timer) if self._timers else None
-        result = self._run(actions, flow, _StepState(learning_rate), after, before)
+        result = self._run(actions, pipeline_state, _StepState(learning_rate), after, before)
         self._undecided = result if self._checks_overflow else None
         return result
 
@@ -228,24 +228,28 @@ class Worker:
 
         May be called by `before` or `after` in the midst of a step, on all ranks at the same action.
         """
-        return self._run_aside(program, self._flow_aside(program, micro_batches, Stage.__call__))
+        return self._run_outside_step(program, self._state_outside_step(program, micro_batches, Stage.__call__))
 
     @torch.no_grad()
     def predict(self, program: Program, micro_batch: MicroBatch) -> Tensor | None:
         """The logits (batch, sequence, vocabulary) of one micro-batch where its last stage is, None elsewhere."""
-        flow = self._flow_aside(program, (micro_batch,), _hidden_or_logits)
-        self._run_aside(program, flow)
-        return next(iter(flow.outputs.values()), None)
+        pipeline_state = self._state_outside_step(program, (micro_batch,), _hidden_or_logits)
+        self._run_outside_step(program, pipeline_state)
+        return next(iter(pipeline_state.outputs.values()), None)
 
-    def _flow_aside(self, program: Program, micro_batches: Sequence[MicroBatch], compute: Compute) -> Flow:
-        return Flow(micro_batches, compute, self._aside, _actions_inside(program.ranks[self.rank]))
+    def _state_outside_step(
+        self, program: Program, micro_batches: Sequence[MicroBatch], compute: Compute
+    ) -> PipelineState:
+        return PipelineState(
+            micro_batches, compute, self._evaluation_transport, _actions_inside(program.ranks[self.rank])
+        )
 
-    def _run_aside(self, program: Program, flow: Flow) -> StepResult:
+    def _run_outside_step(self, program: Program, pipeline_state: PipelineState) -> StepResult:
         """Run another program on the same stages, and leave everything as it was."""
         suspended, clock, timer = self._state, self._clock, self._timer
-        with self._collectives.traffic.aside(), self.parameters.at_rest():
+        with self._collectives.traffic.counted_apart(), self.parameters.at_rest():
             self._timer = None
-            result = self._run(program.ranks[self.rank], flow, _StepState())
+            result = self._run(program.ranks[self.rank], pipeline_state, _StepState())
         self._state, self._clock, self._timer = suspended, clock, timer
         return result
 
@@ -260,21 +264,21 @@ class Worker:
     def _run(
         self,
         actions: Sequence[Action],
-        flow: Flow,
+        pipeline_state: PipelineState,
         state: _StepState,
         after: Observe = _nothing,
         before: Observe = _nothing,
     ) -> StepResult:
         self._state = state
         clock = self._clock = clock_for(self._device)
-        with self.computations.on(flow):
+        with self.computations.on(pipeline_state):
             for action in actions:
                 clock.enter(PHASES.get(type(action), Phase.FORWARD_BACKWARD))
                 before(action)
                 if getattr(action, "during", None) is None:
                     self._perform(action)
                 after(action)
-            flow.transport.end_step()
+            pipeline_state.transport.end_step()
             self.offload.settle(everything=True)
         clock.enter(None)
         assert state.loss is not None
@@ -307,7 +311,7 @@ class Worker:
 
     def _quantities(self, micro_batch: int | None = None) -> dict[str, float]:
         assert self._state.tokens_known, "a scale is needed before the tokens have been counted"
-        own = self.computations.flow.micro_batches[micro_batch].valid_tokens if micro_batch is not None else 0
+        own = self.computations.state.micro_batches[micro_batch].valid_tokens if micro_batch is not None else 0
         return {
             "loss_scale": self.loss_scale.value,
             "tokens": self._state.tokens,
@@ -323,7 +327,7 @@ class Worker:
 
     def _count_tokens(self, action: CountTokens) -> None:
         # On the host, from what the loader has counted: no device waits for it.
-        count = torch.tensor(sum(micro_batch.valid_tokens for micro_batch in self.computations.flow.micro_batches))
+        count = torch.tensor(sum(micro_batch.valid_tokens for micro_batch in self.computations.state.micro_batches))
         self._collectives.sum(count, action.group, "the number of valid tokens on every replica")
         self._state.tokens = int(count)
         self._state.tokens_known = True
@@ -354,7 +358,7 @@ class Worker:
 
     def _reduce_loss(self, action: ReduceLoss) -> None:
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch, value in self.computations.flow.losses.items():
+        for micro_batch, value in self.computations.state.losses.items():
             loss += value.double() * self._value(action.scale, micro_batch)
         self._collectives.sum(loss, action.group, "the loss of every rank")
         self._state.loss = loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from syncline.modeling.batch import IGNORED_LABEL, MicroBatch
+from syncline.data.batch import IGNORED_LABEL, MicroBatch
 
 ROWS = 2
 SEQUENCE = 12

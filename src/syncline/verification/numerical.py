@@ -16,15 +16,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from syncline.arguments import TrainingArguments
 from syncline.arguments.parameter_groups import ParameterGroup
 from syncline.arguments.segmentation import UNIFORM
-from syncline.engine import Engine, start_engine
-from syncline.job import Job, choose_schedule, describe_job, in_float64
 from syncline.modeling.load import build_meta_model, portable_attention, resolve_config
 from syncline.modeling.materialise import materialise
+from syncline.modeling.pipeline.split import plan_split
 from syncline.modeling.shrink import shrink_config
-from syncline.modeling.split import plan_split
 from syncline.runtime.worker import StepResult
-from syncline.strategy import BEST, Normalization, resolve_strategy
-from syncline.update_rules import group_members, update_rules
+from syncline.schedules import BEST
+from syncline.strategy import Normalization
+from syncline.strategy.resolve import resolve_strategy
+from syncline.training.engine import Engine, start_engine
+from syncline.training.job import Job, choose_schedule, describe_job, in_float64
+from syncline.training.optimizer_settings import group_members, optimizer_settings
 from syncline.verification.batches import ROWS, SEQUENCE, GlobalBatch, hard_global_batch
 from syncline.verification.double import InFloat64, recompute_in_float64
 from syncline.verification.freezing import small_patterns
@@ -91,7 +93,7 @@ def verification_job(arguments: TrainingArguments) -> Job:
     config = without_randomness(shrink_config(full_config, strategy.placement.stages + 1))
     if arguments.freeze_parameters or arguments.parameter_groups:
         # Refused as training would refuse them: the small model has other layers.
-        update_rules(build_meta_model(full_config, attention), arguments)
+        optimizer_settings(build_meta_model(full_config, attention), arguments)
     if strategy.placement.stages > 1:
         # The same for the layers of its stages.
         plan_split(build_meta_model(full_config, attention), strategy.placement.stages, arguments.pp_seg_method)
@@ -157,7 +159,7 @@ def reference_run(job: Job, steps: list[GlobalBatch]) -> ReferenceRun:
 
 def learning_rate(job: Job) -> float:
     """The run's: such that the fastest parameters have `LEARNING_RATE`."""
-    return LEARNING_RATE / max(1.0, *(rule.learning_rate for rule in job.rules))
+    return LEARNING_RATE / max(1.0, *(settings.learning_rate for settings in job.optimizer_settings))
 
 
 def _reference_group(arguments: TrainingArguments, group: ParameterGroup) -> ReferenceGroup:

@@ -39,7 +39,7 @@ def allocate_where_written(program: Program) -> Program:
             if isinstance(action, ADDING_GRADIENTS):
                 awaited = [
                     AllocateGradients(bucket.id, action)
-                    for bucket in _in_order_of_opening(program, action)
+                    for bucket in _in_order_of_first_gradients(program, action)
                     if (bucket.id, Part.BUCKET) in absent
                 ]
                 absent -= {(allocation.bucket, Part.BUCKET) for allocation in awaited}
@@ -52,17 +52,17 @@ def is_due(program: Program, awaited: AllocateGradients, bucket: int | None) -> 
     """Whether the awaited bucket is expected to get its first gradient before `bucket` is full."""
     if bucket is None:
         return False
-    opens = _opens(program.bucket(awaited.bucket), awaited.during)
-    return awaited.bucket == bucket or opens > program.bucket(bucket).fills
+    first = _first_gradient(program.bucket(awaited.bucket), awaited.during)
+    return awaited.bucket == bucket or first > program.bucket(bucket).last_gradient
 
 
-def _in_order_of_opening(program: Program, backward: Backward | BackwardWeight) -> list[Bucket]:
+def _in_order_of_first_gradients(program: Program, backward: Backward | BackwardWeight) -> list[Bucket]:
     buckets = program.layout.of_stage(backward.stage)
-    return sorted(buckets, key=lambda bucket: _opens(bucket, backward), reverse=True)
+    return sorted(buckets, key=lambda bucket: _first_gradient(bucket, backward), reverse=True)
 
 
-def _opens(bucket: Bucket, backward: Computation | None) -> tuple[int, int]:
+def _first_gradient(bucket: Bucket, backward: Computation | None) -> tuple[int, int]:
     """When the bucket gets its first gradient, in the order of use: a backward goes through it the other way, and the
     second half of one adds what was put off bucket by bucket.
     """
-    return bucket.fills if isinstance(backward, BackwardWeight) else bucket.opens
+    return bucket.last_gradient if isinstance(backward, BackwardWeight) else bucket.first_gradient

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from syncline.program.actions import Action, ReduceGradients, ScaleGradients
-from syncline.program.factors import Factor
 from syncline.program.program import Program
+from syncline.program.scales import Factor
 
 MEAN = Factor.of(replicas=-1)
 

@@ -15,9 +15,9 @@ from syncline.program.actions import (
     ReceiveGradient,
     ReduceReplicated,
 )
-from syncline.program.costs import simulated
+from syncline.program.analysis.costs import simulated
+from syncline.program.analysis.simulation import Moment, length
 from syncline.program.program import Program
-from syncline.program.simulation import Moment, length
 
 
 def mark_bubbles(program: Program) -> Program:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from syncline.program.actions import Action, ClipGradients, ScaleGradients, ScaleLoss
-from syncline.program.factors import Factor
 from syncline.program.program import Program
+from syncline.program.scales import Factor
 
 OF_THE_BACKWARD = ("micro_batch_tokens", "loss_scale")
 """What only one micro-batch knows, and what must act before the backward."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from syncline.program.actions import Action, ClipGradients, OptimizerStep, ScaleGradients, ScaleLoss
-from syncline.program.factors import ONE, Factor
 from syncline.program.passes.delay_loss_scale import shared_part
 from syncline.program.passes.positions import final
 from syncline.program.program import Program
+from syncline.program.scales import ONE, Factor
 
 
 def fold_scales(program: Program) -> Program:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from syncline.program.actions import Action, CheckFinite, ClipGradients, ScaleGradients, ScaleLoss
-from syncline.program.factors import Factor
 from syncline.program.program import Program
+from syncline.program.scales import Factor
 
 UP, DOWN = Factor.of(loss_scale=1), Factor.of(loss_scale=-1)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from syncline.program.actions import Action, Forward, ReduceLoss, ScaleLoss
-from syncline.program.factors import Factor
 from syncline.program.program import Program
+from syncline.program.scales import Factor
 
 
 def token_mean(program: Program) -> Program:

@@ -1,0 +1,1 @@
+"""The commands of `syncline`: what was typed -> calls. Nothing heavy is imported until a command runs."""

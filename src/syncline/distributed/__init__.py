@@ -1,0 +1,1 @@
+"""Being a rank, starting ranks on this machine, and how ranks end."""

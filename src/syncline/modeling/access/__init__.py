@@ -1,0 +1,1 @@
+"""Which parameters a model uses, and when."""

@@ -1,0 +1,1 @@
+"""A program as text, as JSON, and beside another one."""

@@ -1,0 +1,1 @@
+"""Collectives and messages between ranks, and the count of what they send."""

@@ -1,0 +1,1 @@
+"""What happens to a reduced gradient: the norm, the factor, the update."""

@@ -1,0 +1,1 @@
+"""A run: from a job to the loop, and who watches it."""
