@@ -27,7 +27,7 @@ from syncline.program.actions import (
     SendActivation,
     SendGradient,
 )
-from syncline.program.analysis.simulation import Moment, length, most_activations, simulate
+from syncline.program.analysis.simulation import Moment, length, most_activations, simulate_pipeline
 from syncline.program.program import Program
 from syncline.strategy import Ownership
 
@@ -164,7 +164,7 @@ def simulated_time(program: Program) -> float:
 def simulated(program: Program) -> tuple[tuple[Moment, ...], ...]:
     """When the ranks of a pipeline compute in one step, in forwards through one stage; messages take no time."""
     pipeline = program.topology.group(0, ("pp",))
-    return simulate(program.placement, [computations(program, rank) for rank in pipeline])
+    return simulate_pipeline({rank: program.ranks[rank] for rank in pipeline})
 
 
 def computations(program: Program, rank: int) -> list[Computation]:

@@ -22,9 +22,10 @@ from syncline.program.actions import (
     WaitReduce,
     ZeroGradients,
 )
+from syncline.program.interpreter import Collective
 from syncline.program.scales import Factor
-from syncline.program.verification.handlers import Handler, World
 from syncline.program.verification.state import BucketState, Content, RankState, StorageState, Violation
+from syncline.program.verification.world import Rules, Snapshot, World, require_same_content
 from syncline.strategy import DIVIDING_AXES, Ownership
 from syncline.strategy.topology import REPLICA_AXES
 
@@ -50,20 +51,28 @@ class GradientRules:
         )
 
     @property
-    def handlers(self) -> dict[type[Action], Handler]:
-        return {
-            AllocateGradients: self._allocate,
-            ReduceGradients: self._start_reduction,
-            WaitReduce: self._wait,
-            AccumulateShard: self._accumulate_shard,
-            ScaleGradients: self._scale,
-            ReduceReplicated: self._sum_copies,
-            ZeroGradients: self._zero,
-            FreeGradients: self._free,
-            ClipGradients: self._clip,
-            CheckFinite: self._check_finite,
-            OptimizerStep: self._optimizer_step,
-        }
+    def rules(self) -> Rules:
+        return Rules(
+            perform={
+                AllocateGradients: self._allocate,
+                AccumulateShard: self._accumulate_shard,
+                ScaleGradients: self._scale,
+                ZeroGradients: self._zero,
+                FreeGradients: self._free,
+                CheckFinite: self._look_for_overflow,
+                OptimizerStep: self._optimizer_step,
+            },
+            join={
+                ReduceGradients: self._start_reduction,
+                ReduceReplicated: self._put_in_copies,
+                ClipGradients: self._put_in_norm,
+            },
+            complete={
+                WaitReduce: self._reduce,
+                ReduceReplicated: self._sum_copies,
+                ClipGradients: self._clip,
+            },
+        )
 
     def start(self, rank: RankState) -> None:
         """What a rank holds when a step begins."""
@@ -128,8 +137,7 @@ class GradientRules:
 
     # ---- Storage -----------------------------------------------------------------------------------------------------
 
-    def _allocate(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, AllocateGradients)
+    def _allocate(self, rank: RankState, action: AllocateGradients) -> None:
         storage = self._storage(rank, action, action.bucket, action.part)
         if storage.live:
             raise Violation(6, rank.number, action, f"the {action.part.value} has storage already")
@@ -140,12 +148,10 @@ class GradientRules:
             backward, seed = rank.awaited_writes.pop(action.bucket)
             self._write(rank, backward, action.bucket, seed)
 
-    def _zero(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ZeroGradients)
+    def _zero(self, rank: RankState, action: ZeroGradients) -> None:
         self._usable(rank, action, action.bucket, action.part).parts[action.part].contents.clear()
 
-    def _free(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, FreeGradients)
+    def _free(self, rank: RankState, action: FreeGradients) -> None:
         storage = self._usable(rank, action, action.bucket, action.part).parts[action.part]
         storage.contents.clear()
         storage.live = False
@@ -169,8 +175,7 @@ class GradientRules:
 
     # ---- Reductions --------------------------------------------------------------------------------------------------
 
-    def _start_reduction(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ReduceGradients)
+    def _start_reduction(self, rank: RankState, action: ReduceGradients) -> Snapshot:
         bucket = self._usable(rank, action, action.bucket)
         contents = bucket.whole.contents
         axes = self._axes_of(action)
@@ -182,7 +187,8 @@ class GradientRules:
                 raise Violation(2, rank.number, action, f"micro-batch {micro_batch} is in the owned part only")
             if axes & content.axes and not axes <= content.axes:
                 raise Violation(2, rank.number, action, f"micro-batch {micro_batch} is reduced over some of the group")
-        bucket.in_flight = self._world.collectives.issue(rank, action, dict(contents))
+        bucket.in_flight = action
+        return dict(contents)
 
     def _require_kind(self, rank: RankState, action: ReduceGradients, axes: frozenset[str]) -> None:
         """A reduction to owners runs as ownership is divided; what follows it runs among owners."""
@@ -195,18 +201,14 @@ class GradientRules:
             what = f"gradients are owned by {self._ownership.value}, divided along {' and '.join(DIVIDING_AXES)}"
             raise Violation(2, rank.number, action, what)
 
-    def _wait(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, WaitReduce)
+    def _reduce(self, rank: RankState, action: WaitReduce, collective: Collective | None) -> None:
         bucket = rank.buckets.get(action.bucket)
-        collective = bucket.in_flight if bucket is not None else None
-        if bucket is None or collective is None:
+        reduction = bucket.in_flight if bucket is not None else None
+        if bucket is None or reduction is None or collective is None:
             raise Violation(3, rank.number, action, "no reduction of this bucket has been started")
-        self._world.collectives.wait_for(collective)
-        self._world.collectives.require_alike(rank, collective)
-        reduction = collective.action
-        assert isinstance(reduction, ReduceGradients)
-        for micro_batch, content in collective.snapshot.items():
-            bucket.whole.contents[micro_batch] = self._reduced(content, reduction, len(collective.group))
+        require_same_content(rank, collective)
+        for micro_batch, content in collective.joined[rank.number][1].items():
+            bucket.whole.contents[micro_batch] = self._reduced(content, reduction, len(collective.members))
         if reduction.kind == "reduce" and not self._program.owns(rank.number, action.bucket):
             bucket.whole.contents.clear()
         bucket.in_flight = None
@@ -223,8 +225,7 @@ class GradientRules:
     def _axes_of(self, reduction: ReduceGradients) -> frozenset[str]:
         return frozenset(reduction.group.split("+")) & self._axes
 
-    def _accumulate_shard(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, AccumulateShard)
+    def _accumulate_shard(self, rank: RankState, action: AccumulateShard) -> None:
         bucket = self._usable(rank, action, action.bucket)
         shard = self._usable(rank, action, action.bucket, Part.SHARD).parts[Part.SHARD]
         for micro_batch, content in bucket.whole.contents.items():
@@ -234,30 +235,34 @@ class GradientRules:
                 raise Violation(2, rank.number, action, f"micro-batch {micro_batch} is added to the shard twice")
             shard.contents[micro_batch] = content
 
-    def _sum_copies(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ReduceReplicated)
+    def _put_in_copies(self, rank: RankState, action: ReduceReplicated) -> Snapshot:
         bucket = self._readable(rank, action, action.bucket)
         if bucket.copies_summed:
             raise Violation(2, rank.number, action, "the copies have been summed already")
-        copies = [b.id for b in self._program.buckets(rank.number) if b.tie == action.what and b.id != action.bucket]
-        for copy in copies:
+        for copy in self._other_copies(rank, action):
             if self._readable(rank, action, copy).read.contents != bucket.read.contents:
                 raise Violation(2, rank.number, action, f"bucket {copy}, a copy on this rank, holds something else")
-        self._world.blocking_collective(rank, action, bucket.read.contents)
-        for id in (action.bucket, *copies):
+        return dict(bucket.read.contents)
+
+    def _sum_copies(self, rank: RankState, action: ReduceReplicated, collective: Collective | None) -> None:
+        assert collective is not None
+        require_same_content(rank, collective)
+        for id in (action.bucket, *self._other_copies(rank, action)):
             rank.buckets[id].copies_summed = True
+
+    def _other_copies(self, rank: RankState, action: ReduceReplicated) -> list[int]:
+        """The buckets on this rank that hold the same parameter."""
+        return [b.id for b in self._program.buckets(rank.number) if b.tie == action.what and b.id != action.bucket]
 
     # ---- Scales, decisions, updates ----------------------------------------------------------------------------------
 
-    def _scale(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ScaleGradients)
+    def _scale(self, rank: RankState, action: ScaleGradients) -> None:
         contents = self._readable(rank, action, action.bucket).read.contents
         value = self._world.value(action.scale)
         for micro_batch, content in contents.items():
             contents[micro_batch] = Content(content.coefficient * value, content.axes, content.owned_only)
 
-    def _clip(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ClipGradients)
+    def _put_in_norm(self, rank: RankState, action: ClipGradients) -> Snapshot:
         owned = [b for b in self._program.buckets(rank.number) if self._program.owns(rank.number, b.id)]
         expected = {bucket.id for bucket in owned if bucket.counts_in_norm}
         if set(action.buckets) != expected or len(action.buckets) != len(expected):
@@ -268,16 +273,17 @@ class GradientRules:
             raise Violation(2, rank.number, action, f"the norm must join the parts on ranks {parts}")
         for bucket in owned:
             self._require_complete(rank, action, bucket.id, action.scale)
-        self._world.blocking_collective(rank, action)
+        return {}
+
+    def _clip(self, rank: RankState, action: ClipGradients, collective: Collective | None) -> None:
         rank.clipped = True
 
-    def _check_finite(self, rank: RankState, action: Action) -> None:
+    def _look_for_overflow(self, rank: RankState, action: CheckFinite) -> None:
         if not rank.clipped:
             raise Violation(3, rank.number, action, "it reads the norm, which has not been computed")
         rank.looked_for_overflow = True
 
-    def _optimizer_step(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, OptimizerStep)
+    def _optimizer_step(self, rank: RankState, action: OptimizerStep) -> None:
         if not self._program.owns(rank.number, action.bucket):
             raise Violation(2, rank.number, action, "the rank owns nothing of this bucket")
         if self._scales_losses and not rank.looked_for_overflow:

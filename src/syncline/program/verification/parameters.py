@@ -10,8 +10,9 @@ from syncline.program.actions import (
     OptimizerStep,
     WaitGather,
 )
-from syncline.program.verification.handlers import Handler, World
+from syncline.program.interpreter import Collective
 from syncline.program.verification.state import Parameters, RankState, Violation
+from syncline.program.verification.world import Rules, Snapshot, World
 from syncline.strategy import DIVIDING_AXES, Ownership
 
 GATHERING = {Ownership.SLICES: "all_gather", Ownership.TENSORS: "broadcast"}
@@ -27,8 +28,12 @@ class ParameterRules:
         self._states_between_steps: dict[int, dict[int, Parameters]] = {}
 
     @property
-    def handlers(self) -> dict[type[Action], Handler]:
-        return {GatherParameters: self._gather, WaitGather: self._wait, FreeParameters: self._free}
+    def rules(self) -> Rules:
+        return Rules(
+            perform={FreeParameters: self._free},
+            join={GatherParameters: self._gather},
+            complete={WaitGather: self._gathered},
+        )
 
     def start(self, rank: RankState) -> None:
         """What a rank has when a step begins: what it has when the step ends."""
@@ -54,9 +59,8 @@ class ParameterRules:
             if state is not Parameters.CURRENT and bucket.id not in awaited:
                 raise Violation(3, rank.number, computation, f"the parameters of bucket {bucket.id} are {state.value}")
 
-    def outdate(self, rank: RankState, action: Action) -> None:
+    def outdate(self, rank: RankState, action: OptimizerStep) -> None:
         """An update: where ownership is divided, somebody else has updated the rest."""
-        assert isinstance(action, OptimizerStep)
         state = rank.parameters[action.bucket]
         if state is Parameters.GATHERING:
             raise Violation(3, rank.number, action, "its parameters are being gathered")
@@ -86,8 +90,7 @@ class ParameterRules:
             }
         return self._states_between_steps[rank]
 
-    def _gather(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, GatherParameters)
+    def _gather(self, rank: RankState, action: GatherParameters) -> Snapshot:
         group = self._program.topology.group(rank.number, DIVIDING_AXES)
         ownership = self._program.layout.ownership
         if action.kind != GATHERING.get(ownership) or self._program.members(rank.number, action.group) != group:
@@ -97,22 +100,18 @@ class ParameterRules:
         if state is not (Parameters.FREED if frees else Parameters.OUTDATED):
             raise Violation(3, rank.number, action, f"there is nothing to gather: the parameters are {state.value}")
         rank.parameters[action.bucket] = Parameters.GATHERING
-        rank.gathers[action.bucket] = self._world.collectives.issue(rank, action, {})
         if frees:
             rank.gathered_bytes += self._program.parameter_bytes(action.bucket)
             rank.peak_gathered_bytes = max(rank.peak_gathered_bytes, rank.gathered_bytes)
+        return {}
 
-    def _wait(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, WaitGather)
+    def _gathered(self, rank: RankState, action: WaitGather, gather: Collective | None) -> None:
+        """Without a `gather` of this program the step before has started it."""
         if self._state(rank, action, action.bucket) is not Parameters.GATHERING:
             raise Violation(3, rank.number, action, "no gather of this bucket has been started")
-        gather = rank.gathers.pop(action.bucket, None)
-        if gather is not None:  # The previous step has started it otherwise.
-            self._world.collectives.wait_for(gather)
         rank.parameters[action.bucket] = Parameters.CURRENT
 
-    def _free(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, FreeParameters)
+    def _free(self, rank: RankState, action: FreeParameters) -> None:
         state = self._state(rank, action, action.bucket)
         if state is not Parameters.CURRENT:
             raise Violation(3, rank.number, action, f"its parameters are {state.value}")

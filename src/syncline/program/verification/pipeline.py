@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from fractions import Fraction
 
 from syncline.program.actions import (
-    Action,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -15,17 +13,13 @@ from syncline.program.actions import (
     OffloadActivations,
     PointToPoint,
     ReceiveActivation,
-    ReceiveGradient,
     ScaleLoss,
     SendActivation,
-    SendGradient,
-    StartReceivingActivation,
-    StartReceivingGradient,
 )
 from syncline.program.verification.gradients import GradientRules
-from syncline.program.verification.handlers import Handler, World
 from syncline.program.verification.parameters import ParameterRules
-from syncline.program.verification.state import Blocked, RankState, Violation
+from syncline.program.verification.state import RankState, Violation
+from syncline.program.verification.world import Rules, World
 
 
 class PipelineRules:
@@ -36,30 +30,27 @@ class PipelineRules:
         self._program = world.program
         self._gradients = gradients
         self._parameters = parameters
-        self._channels: dict[tuple[int, int, str], deque[tuple[PointToPoint, Fraction]]] = defaultdict(deque)
+        self._sent: dict[tuple[int, int, str], list[PointToPoint]] = {}
+        """By sender, receiver and direction what has not been received."""
 
     @property
-    def handlers(self) -> dict[type[Action], Handler]:
-        return {
-            Forward: self._forward,
-            ScaleLoss: self._scale_loss,
-            Bubble: lambda rank, action: None,
-            OffloadActivations: self._offload,
-            Backward: self._backward,
-            BackwardInput: self._backward,
-            BackwardWeight: self._backward_weight,
-            SendActivation: self._send,
-            SendGradient: self._send,
-            StartReceivingActivation: self._start_receiving,
-            StartReceivingGradient: self._start_receiving,
-            ReceiveActivation: self._receive,
-            ReceiveGradient: self._receive,
-        }
+    def rules(self) -> Rules:
+        return Rules(
+            perform={
+                Forward: self._forward,
+                ScaleLoss: self._scale_loss,
+                Bubble: lambda rank, action: None,
+                OffloadActivations: self._offload,
+                Backward: self._backward,
+                BackwardInput: self._backward,
+                BackwardWeight: self._backward_weight,
+            }
+        )
 
     def require_at_end(self, rank: RankState) -> None:
-        for (source, destination, direction), waiting in self._channels.items():
+        for (source, destination, direction), waiting in self._sent.items():
             if waiting and destination == rank.number:
-                what = f"{direction} of micro-batch {waiting[0][0].micro_batch} from rank {source} is never received"
+                what = f"{direction} of micro-batch {waiting[0].micro_batch} from rank {source} is never received"
                 raise Violation(1, rank.number, None, what)
         for stage, micro_batch in sorted(rank.forwards - rank.backwards):
             if self._world.updates:
@@ -71,8 +62,7 @@ class PipelineRules:
             what = f"the weight gradients of stage {stage}, micro-batch {micro_batch} are never computed"
             raise Violation(2, rank.number, None, what)
 
-    def _forward(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, Forward)
+    def _forward(self, rank: RankState, action: Forward) -> None:
         key = (action.stage, action.micro_batch)
         before = (action.stage - 1, action.micro_batch)
         if action.stage > 0 and key not in rank.activations and before not in rank.forwards:
@@ -80,8 +70,7 @@ class PipelineRules:
         self._parameters.use(rank, action)
         rank.forwards.add(key)
 
-    def _offload(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, OffloadActivations)
+    def _offload(self, rank: RankState, action: OffloadActivations) -> None:
         key = (action.stage, action.micro_batch)
         if action.during != Forward(*key):
             raise Violation(3, rank.number, action, "what it moves is not saved where it stands")
@@ -89,16 +78,14 @@ class PipelineRules:
             raise Violation(3, rank.number, action, "the same activations are moved twice")
         rank.offloaded.add(key)
 
-    def _scale_loss(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, ScaleLoss)
+    def _scale_loss(self, rank: RankState, action: ScaleLoss) -> None:
         if (action.stage, action.micro_batch) in rank.backwards:
             raise Violation(5, rank.number, action, "the backward has already been seeded")
         seed = rank.seeds.get(action.micro_batch, Fraction(1))
         rank.seeds[action.micro_batch] = seed * self._world.value(action.scale)
 
-    def _backward(self, rank: RankState, action: Action) -> None:
+    def _backward(self, rank: RankState, action: Backward | BackwardInput) -> None:
         """A whole backward, or its first half."""
-        assert isinstance(action, (Backward, BackwardInput))
         key = (action.stage, action.micro_batch)
         if key not in rank.forwards:
             raise Violation(3, rank.number, action, "it comes before its forward")
@@ -123,8 +110,7 @@ class PipelineRules:
             return rank.seeds.get(micro_batch, Fraction(1))
         return rank.gradients.get(key)
 
-    def _backward_weight(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, BackwardWeight)
+    def _backward_weight(self, rank: RankState, action: BackwardWeight) -> None:
         seed = rank.awaited_halves.pop((action.stage, action.micro_batch), None)
         if seed is None:
             done = (action.stage, action.micro_batch) in rank.backwards
@@ -132,39 +118,31 @@ class PipelineRules:
             raise Violation(2 if done else 3, rank.number, action, what)
         self._gradients.write(rank, action, seed)
 
-    def _send(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, PointToPoint)
+    def send(self, rank: RankState, action: PointToPoint) -> Fraction:
+        """What the message carries: the seed of the gradient, 1 for activations."""
         done = rank.forwards if isinstance(action, SendActivation) else rank.backwards
         if (action.stage, action.micro_batch) not in done:
             raise Violation(3, rank.number, action, "what it sends has not been computed")
-        channel = self._channels[rank.number, action.peer, action.direction]
-        if len(channel) >= self._program.messages_in_flight:
-            raise Blocked
-        seed = Fraction(1)
-        if isinstance(action, SendGradient):
-            found = self._seed(rank, (action.stage, action.micro_batch))
-            assert found is not None
-            seed = found
-        channel.append((action, seed))
+        self._sent.setdefault((rank.number, action.peer, action.direction), []).append(action)
+        if isinstance(action, SendActivation):
+            return Fraction(1)
+        seed = self._seed(rank, (action.stage, action.micro_batch))
+        assert seed is not None
+        return seed
 
-    def _start_receiving(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, PointToPoint)
+    def start_receiving(self, rank: RankState, action: PointToPoint) -> None:
         rank.receiving.setdefault((action.peer, action.direction), []).append(action)
 
-    def _receive(self, rank: RankState, action: Action) -> None:
-        assert isinstance(action, PointToPoint)
-        channel = self._channels[action.peer, rank.number, action.direction]
-        if not channel:
-            raise Blocked
+    def receive(self, rank: RankState, action: PointToPoint, sent: PointToPoint, seed: Fraction) -> None:
         if started := rank.receiving.get((action.peer, action.direction)):
             first = started.pop(0)
             if (first.stage, first.micro_batch) != (action.stage, action.micro_batch):
                 raise Violation(1, rank.number, action, f"what it has started to receive next is {first}")
-        sent, seed = channel.popleft()
+        self._sent[action.peer, rank.number, action.direction].pop(0)
         step = 1 if action.direction == "activation" else -1
-        if (sent.stage + step, sent.micro_batch) != (action.stage, action.micro_batch):
-            raise Violation(1, rank.number, action, f"what rank {action.peer} sends next is {sent}")
         key = (action.stage, action.micro_batch)
+        if (sent.stage + step, sent.micro_batch) != key:
+            raise Violation(1, rank.number, action, f"what rank {action.peer} sends next is {sent}")
         if isinstance(action, ReceiveActivation):
             rank.activations.add(key)
         else:

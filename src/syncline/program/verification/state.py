@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 
-from syncline.program.actions import Action, Computation, Part, PointToPoint
+from syncline.program.actions import Action, Computation, Part, PointToPoint, ReduceGradients
 
 RULES = {
     1: "every receive has its send, in an order that cannot deadlock",
@@ -50,7 +50,8 @@ class BucketState:
     """One bucket on one rank."""
 
     parts: dict[Part, StorageState]
-    in_flight: Collective | None = None
+    in_flight: ReduceGradients | None = None
+    """The reduction that has been started and not waited for."""
     copies_summed: bool = False
     consumed: bool = False
 
@@ -73,18 +74,6 @@ class Parameters(Enum):
     FREED = "freed but for the owned part"
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One started collective: its place in the group's sequence, and what the rank put in."""
-
-    group: tuple[int, ...]
-    index: int
-    action: Action
-    snapshot: dict[int, Content]
-    channel: str = ""
-    """Collectives of different channels do not wait for one another."""
-
-
 @dataclass
 class RankState:
     """One rank's state."""
@@ -102,20 +91,13 @@ class RankState:
     """By peer and direction the receives that have been started, and not waited for."""
     awaited_halves: dict[tuple[int, int], Fraction] = field(default_factory=dict)
     """By stage and micro-batch the seed of a backward whose second half is still to come."""
-    issued: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
-    blocked_in: Collective | None = None
     inside: list[Computation] = field(default_factory=list)
     awaited_writes: dict[int, tuple[Computation, Fraction]] = field(default_factory=dict)
     """The gradients of the running backward for buckets that it has yet to allocate."""
     clipped: bool = False
     looked_for_overflow: bool = False
     parameters: dict[int, Parameters] = field(default_factory=dict)
-    gathers: dict[int, Collective] = field(default_factory=dict)
     held_bytes: int = 0
     peak_bytes: int = 0
     gathered_bytes: int = 0
     peak_gathered_bytes: int = 0
-
-
-class Blocked(Exception):
-    """The rank cannot go on yet."""
